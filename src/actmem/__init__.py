@@ -1,0 +1,57 @@
+"""Decide for every activation that training holds on to: save it, recompute it, or offload it.
+
+>>> import torch, actmem
+>>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
+>>> with actmem.apply(model, actmem.Full()) as applied:
+...     model(torch.randn(2, 8)).sum().backward()
+...     print(applied)
+<Applied Full(every=1, first=0) on 3 blocks>
+"""
+
+from actmem.applying import Applied, apply
+from actmem.errors import (
+    ActmemError,
+    ApplyError,
+    FreedStorageError,
+    ModeError,
+    PlanError,
+    ReplayError,
+    SelfCheckError,
+    StructureError,
+    UnsupportedError,
+    VersionError,
+)
+from actmem.measuring import Measurement, measure
+from actmem.modes import FromPlan, Full, Rules, SaveEverything, Selective, Targets, every_second
+from actmem.plan import Plan, Rule
+from actmem.report import Report
+from actmem.verification import Verification, verify
+
+__all__ = [
+    "ActmemError",
+    "Applied",
+    "ApplyError",
+    "FreedStorageError",
+    "FromPlan",
+    "Full",
+    "Measurement",
+    "ModeError",
+    "Plan",
+    "PlanError",
+    "ReplayError",
+    "Report",
+    "Rule",
+    "Rules",
+    "SaveEverything",
+    "Selective",
+    "SelfCheckError",
+    "StructureError",
+    "Targets",
+    "UnsupportedError",
+    "Verification",
+    "VersionError",
+    "apply",
+    "every_second",
+    "measure",
+    "verify",
+]

@@ -1,0 +1,234 @@
+"""Running an applied block: which way its forward goes, and the tape around it.
+
+NOTE [ How a block is applied ]
+The block's class is exchanged for a subclass of itself, made for this one instance, whose `forward` asks the `Script` what to do. Nothing is written to the
+instance: names, hooks, `state_dict` and the module tree stay as they are, and because the subclass reduces to its parent, a deepcopy or a pickle of an applied
+model is a plain one. `forward` lies inside the module's hooks, so that what FSDP gathers before and frees after it stays outside the tape.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+
+from actmem.engine.deciding import Verdicts
+from actmem.engine.observing import Observation
+from actmem.engine.replay import unpack
+from actmem.engine.tape import Tape
+from actmem.errors import UnsupportedError
+from actmem.torchcompat import functorch_transform
+
+__all__ = ["Script", "applied_script", "install", "uninstall"]
+
+
+class Script:
+    """What to do when one applied block is called."""
+
+    def __init__(self, path: str, verdicts: Verdicts, *, num_checked: int = 1, observed: Callable[[], None] | None = None) -> None:
+        self.path = path
+        self._observed = observed
+        """Called after each observed forward."""
+        self.verdicts = verdicts
+        self.num_checked = num_checked
+        """How many of the next calls are observed, and check each replay against a checksum."""
+        self.num_calls = 0
+        self.num_idle_calls = 0
+        """Calls with gradients on that were left alone because the block was in eval mode."""
+        self.observation: Observation | None = None
+        """The latest call that was observed."""
+        self.active = True
+        self._trainable: frozenset[int] | None = None
+        self._storages: list[Any] = []
+
+    def run(self, block: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the block's own forward, under a tape if this call needs one."""
+        if not self.active or not torch.is_grad_enabled():
+            return forward(block, *args, **kwargs)
+        if not block.training:
+            self.num_idle_calls += 1
+            return forward(block, *args, **kwargs)
+        checking = self.num_checked > 0
+        if not checking and self.verdicts.keeps_everything:
+            return forward(block, *args, **kwargs)
+        inputs = list(_tensors((args, kwargs)))
+        if not any(t.requires_grad for t in inputs) and not any(p.requires_grad for p in block.parameters()):
+            return forward(block, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(
+                f"{self.path} is being compiled by torch.compile, and the tape records eager operators only. Compile functions inside "
+                "the block, or call applied.remove() before compiling."
+            )
+        self._refuse_functorch()
+        self.num_calls += 1
+        if checking:
+            self.num_checked -= 1
+            self.observation = Observation()
+        nested = _fsdp_units(block) if self._trainable is None or checking else self._nested
+        self._nested = nested
+        out = self._record(block, forward, args, kwargs, inputs, nested, checking)
+        if checking and self._observed is not None:
+            self._observed()
+        return out
+
+    def _record(
+        self, block: nn.Module, forward: Any, args: Any, kwargs: Any, inputs: list[Tensor], nested: frozenset[int], checking: bool
+    ) -> Any:
+        tape = Tape(
+            self.verdicts,
+            self.observation if checking else None,
+            checking=checking,
+            trainable=self._trainable_storages(block),
+            inputs=_storages(inputs),
+        )
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
+                if checking or nested or self.verdicts.follows_modules:
+                    with _followed(tape, block, nested), tape:
+                        return forward(block, *args, **kwargs)
+                with tape:
+                    return forward(block, *args, **kwargs)
+        except RuntimeError as error:
+            if "don't yet support saved tensor hooks" in str(error):
+                raise UnsupportedError(_functorch_message(self.path, "inside")) from error
+            raise
+        finally:
+            tape.close()
+
+    _nested: frozenset[int] = frozenset()
+
+    def _refuse_functorch(self) -> None:
+        if functorch_transform() == "Grad":
+            raise UnsupportedError(_functorch_message(self.path, "around"))
+
+    def _trainable_storages(self, block: nn.Module) -> frozenset[int]:
+        """Return the storages of the block's trainable parameters, held so that their identities stay theirs."""
+        if self._trainable is None:
+            self._storages = [weakref.ref(p.untyped_storage()) for p in block.parameters() if p.requires_grad and type(p.data) is Tensor]
+            self._trainable = frozenset(s._cdata for r in self._storages if (s := r()) is not None)
+        return self._trainable
+
+
+def _functorch_message(path: str, where: str) -> str:
+    return (
+        f"torch.func.grad runs {where} {path}, and functorch does not let anything see what autograd saves there (torch.utils.checkpoint fails "
+        "in the same place). Use torch.autograd.grad instead, or leave this block out: blocks='...'."
+    )
+
+
+# -------------------------------------------------------------------- the class exchange
+
+
+def install(block: nn.Module, script: Script) -> None:
+    """Change the class of `block` so that its forward asks `script`. See NOTE [ How a block is applied ]."""
+    original: Any = type(block)
+    run = script.run
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(self, original.forward, args, kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        # As object.__reduce_ex__ does it, but for the parent class.
+        return copyreg.__newobj__, (original,), self.__getstate__()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
+
+    forward.__doc__ = original.forward.__doc__
+    forward.__wrapped__ = original.forward  # pyright: ignore[reportFunctionMemberAccess] # inspect.signature follows it
+    names = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "forward": forward,
+        "__reduce_ex__": reduce,
+        "_actmem_script": script,
+        "_actmem_original": original,
+    }
+    block.__class__ = type(original.__name__, (original,), names)
+
+
+def applied_script(block: nn.Module) -> Script | None:
+    """Return the script of an applied block, or None."""
+    script: Script | None = getattr(type(block), "_actmem_script", None)
+    return script if script is not None and script.active else None
+
+
+def uninstall(block: nn.Module) -> None:
+    """Change the class of `block` back. Where another library subclassed it since, as FSDP does, it is made to do nothing instead."""
+    script = applied_script(block)
+    if script is None:
+        return
+    script.active = False
+    if "_actmem_script" in vars(type(block)):
+        block.__class__ = type(block)._actmem_original  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# -------------------------------------------------------------------- following modules
+
+_current = threading.local()
+
+
+@contextmanager
+def _followed(tape: Tape, block: nn.Module, nested: frozenset[int]) -> Iterator[None]:
+    """Keep `tape.address` at the path of the module that runs."""
+    paths = {id(m): name for name, m in block.named_modules()}
+    stack: list[str] = []
+
+    def before(module: nn.Module, _: Any) -> None:
+        if getattr(_current, "tape", None) is tape:
+            stack.append(tape.address)
+            tape.address = paths.get(id(module), tape.address)
+
+    def after(module: nn.Module, _: Any, out: Any) -> None:
+        if getattr(_current, "tape", None) is tape and stack:
+            if id(module) in nested:
+                tape.keep_outputs(out)
+            tape.address = stack.pop()
+
+    outer = getattr(_current, "tape", None)
+    _current.tape = tape
+    handles = [
+        module_hooks.register_module_forward_pre_hook(before),
+        module_hooks.register_module_forward_hook(after, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        _current.tape = outer
+
+
+def _fsdp_units(block: nn.Module) -> frozenset[int]:
+    """Return the modules inside the block that FSDP shards on their own."""
+    fsdp: Any = getattr(torch.distributed, "fsdp", None)
+    if fsdp is None:
+        return frozenset()
+    kinds = tuple(k for k in (getattr(fsdp, "FSDPModule", None), getattr(fsdp, "FullyShardedDataParallel", None)) if k is not None)
+    return frozenset(id(m) for m in block.modules() if m is not block and isinstance(m, kinds))
+
+
+def _storages(tensors: list[Tensor]) -> set[int]:
+    found: set[int] = set()
+    for t in tensors:
+        try:
+            found.add(t.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # sparse, or a wrapper subclass without bytes of its own
+            continue
+    return found
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (list, tuple)):
+        for y in x:  # pyright: ignore[reportUnknownVariableType]
+            yield from _tensors(y)
+    elif isinstance(x, dict):
+        for y in x.values():  # pyright: ignore[reportUnknownVariableType]
+            yield from _tensors(y)

@@ -1,0 +1,175 @@
+"""From rules to a decision at every operator of one block.
+
+Most rules name operators only. Then the decision is one dictionary look-up per call (`Verdicts.known`). Rules that count (`nth`), that name
+modules or targets, or that depend on size are asked each time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from typing import Any
+
+import torch
+
+from actmem import ops
+from actmem.engine.operators import Operator
+from actmem.plan import Rule, Slices
+
+__all__ = ["Verdicts", "resolve"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Resolved:
+    """A rule as it stands in one block: the layer question answered, modules listed by path."""
+
+    keep: bool
+    op: str | None
+    modules: frozenset[str] | None
+    nth: Slices | None
+    min_bytes: int
+    index: int
+
+    @property
+    def static(self) -> bool:
+        return self.modules is None and self.nth is None and not self.min_bytes
+
+
+class Verdicts:
+    """The decisions of one block."""
+
+    def __init__(self, rules: tuple[_Resolved, ...], attention: frozenset[str]) -> None:
+        self._rules = rules
+        self._attention = attention
+        """Paths of the attention modules: where attention runs unfused, it is found there."""
+        self._asks_attention = any(r.op == "attention" for r in rules)
+        self.known: dict[Any, bool] = {}
+        """Operator -> keep, for operators whose decision never depends on anything else."""
+        self._asked: set[Any] = set()
+        self.matched: set[int] = set()
+        """Indices of the plan's rules that decided at least one operator."""
+        self.unfused = False
+        """Attention was seen to run unfused: modules must be followed."""
+
+    @property
+    def follows_modules(self) -> bool:
+        """Tell whether a decision needs the path of the running module."""
+        return self.unfused or any(r.modules is not None for r in self._rules)
+
+    @property
+    def keeps_everything(self) -> bool:
+        """Tell whether no rule that can match here recomputes."""
+        return all(r.keep for r in self._rules)
+
+    def new_counts(self) -> dict[Any, int]:
+        """Return the counters of one block call."""
+        return {}
+
+    def _settled(self, operator: Operator) -> bool | None:
+        """Return the decision for an operator if it depends on nothing else, or None."""
+        for rule in self._rules:
+            matches = self._matches(rule, operator)
+            if matches is False:
+                continue
+            if matches is None or not rule.static:
+                return None
+            self.matched.add(rule.index)
+            return rule.keep
+        raise AssertionError("a plan ends with a rule without selectors")
+
+    def decide(self, operator: Operator, address: str, counts: dict[Any, int], out: Any) -> bool:
+        """Return True to keep what this call makes, False to recompute it. What never changes is noted in `known`."""
+        if operator.func not in self._asked:
+            self._asked.add(operator.func)
+            verdict = self._settled(operator)
+            if verdict is not None:
+                self.known[operator.func] = verdict
+                return verdict
+        second = self._second_product(operator, address, counts)
+        for rule in self._rules:
+            matches = self._matches(rule, operator)
+            if matches is None:
+                matches = second
+            if not matches or (rule.modules is not None and not _under(address, rule.modules)):
+                continue
+            if rule.min_bytes and _num_bytes(out) < rule.min_bytes:
+                continue
+            if rule.nth is not None:
+                count = counts.get(rule.index, 0)
+                counts[rule.index] = count + 1
+                if not rule.nth.contains(count, None):
+                    continue
+            self.matched.add(rule.index)
+            return rule.keep
+        raise AssertionError("a plan ends with a rule without selectors")
+
+    def _matches(self, rule: _Resolved, operator: Operator) -> bool | None:
+        if rule.op is None or ops.matches(rule.op, operator.packet, operator.overload):
+            return True
+        if rule.op == "attention" and self._attention and operator.packet in ops.GROUPS["batched_matmul"]:
+            return None  # it depends on the module
+        return False
+
+    def _second_product(self, operator: Operator, address: str, counts: dict[Any, int]) -> bool:
+        """Tell whether this is the product of weights and values in attention that runs unfused."""
+        if not self._asks_attention or operator.packet not in ops.GROUPS["batched_matmul"]:
+            return False
+        for path in self._attention:
+            if _inside(address, path):
+                self.unfused = True
+                count = counts.get(path, 0)
+                counts[path] = count + 1
+                return count % 2 == 1
+        return False
+
+
+def resolve(
+    rules: tuple[Rule, ...], *, layer: int, num_layers: int, modules: dict[str, str], roles: dict[str, tuple[str, ...]]
+) -> Verdicts:
+    """Resolve a plan's rules for one block.
+
+    Args:
+        rules: the plan's rules, in order.
+        layer: the index of the block.
+        num_layers: how many blocks there are.
+        modules: relative path -> full path of every module in the block, the block itself as "".
+        roles: target name -> relative paths of the modules in that role.
+    """
+    resolved: list[_Resolved] = []
+    for index, rule in enumerate(rules):
+        if rule.layers is not None and not Slices.parse(rule.layers).contains(layer, num_layers):
+            continue
+        where: frozenset[str] | None = None
+        if rule.module is not None:
+            where = frozenset(path for path, full in modules.items() if fnmatch.fnmatchcase(full, rule.module))
+            if any(fnmatch.fnmatchcase(above, rule.module) for above in _ancestors(modules[""])):
+                where = frozenset({""})
+        if rule.target is not None:
+            found = frozenset(roles.get(rule.target, ()))
+            where = found if where is None else frozenset(p for p in modules if _under(p, where) and _under(p, found))
+        if where is not None and not where:
+            continue
+        nth = None if rule.nth is None else Slices.parse(rule.nth)
+        resolved.append(_Resolved(rule.decision != "recompute", rule.op, where, nth, rule.min_bytes, index))
+        if resolved[-1].op is None and resolved[-1].static:
+            break
+    return Verdicts(tuple(resolved), frozenset(roles.get("attention", ())))
+
+
+def _ancestors(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts))]
+
+
+def _inside(path: str, module: str) -> bool:
+    return not module or path == module or path.startswith(module + ".")
+
+
+def _under(path: str, modules: frozenset[str]) -> bool:
+    return any(_inside(path, m) for m in modules)
+
+
+def _num_bytes(out: Any) -> int:
+    if isinstance(out, torch.Tensor):
+        return out.nbytes
+    return sum(x.nbytes for x in out if isinstance(x, torch.Tensor)) if isinstance(out, (list, tuple)) else 0

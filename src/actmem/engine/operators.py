@@ -1,0 +1,250 @@
+"""What the tape must know of an operator before it may record it.
+
+NOTE [ Never replayed ]
+Most operators may run again: same inputs, same bits. Those that may not are found here, each class with a name and a reason
+(`REASONS`), and the tape treats what they wrote as given (see NOTE [ Barriers ] in `barriers.py`):
+
+- *uninitialised*, *constant*: a storage that was born with nothing, or one constant, in it is where a kernel that the tape cannot
+  see (Triton, numpy, pybind) puts its result. Nobody can say what is in it, until a recorded operator overwrites all of it.
+- *collective*: another rank would have to take part a second time.
+- *routing*: a tie may break the other way, and every shape behind it would change.
+- *opaque*: higher-order and custom operators may do what their schema does not say.
+- *recurrent*: fused recurrent kernels keep a workspace that no schema describes.
+- *unrepeatable*: two runs on the same input may differ in the last bit.
+- *transfer*: a copy from an accelerator to the host would make the host wait.
+
+Aliasing is what storages say, not what schemas say: an output on a known storage is a view of it. Writes are what the schema says, and the
+list `UNDECLARED_WRITES` where it says nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from actmem.ops import GROUPS
+
+__all__ = ["REASONS", "Operator", "describe"]
+
+REASONS: dict[str, str] = {
+    "uninitialised": "born uninitialised; a kernel that the tape cannot see may have filled it",
+    "constant": "born constant; a kernel that the tape cannot see may have added to it",
+    "collective": "a collective: every other rank would have to run it again too",
+    "routing": "decides routing: a tie may break differently the second time",
+    "opaque": "a higher-order or custom operator that may do more than its schema says",
+    "recurrent": "a fused recurrent kernel with an undescribed workspace",
+    "unrepeatable": "two runs on the same input may differ in the last bit",
+    "transfer": "a copy from the accelerator to the host",
+    "unseen": "made by code that the tape did not see, such as a compiled function",
+    "external": "written from outside: the tape did not see the storage born",
+    "parameter": "reads a trainable parameter without differentiating through it; an optimizer that steps inside backward would change it",
+    "generator": "random, and the state of its generator cannot be read",
+    "barrier": "fewer bytes than the never-replayed values that a replay would need",
+    "unit": "output of a nested FSDP unit, whose parameters are gone when it would be replayed",
+}
+
+_TRUSTED = frozenset({"aten", "prims"})
+_COLLECTIVE = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "fsdp"})
+_UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "resize"})
+_CONSTANT = frozenset(
+    {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_", "fill", "zero"}
+    | {"scalar_tensor", "_efficientzerotensor"}
+)
+_ROUTING = frozenset({"topk", "sort", "argsort", "msort", "kthvalue", "mode", "_unique", "_unique2", "unique_dim", "unique_consecutive"})
+_RECURRENT = frozenset(
+    {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_lstm_mps", "lstm", "gru", "rnn_tanh", "rnn_relu", "quantized_lstm", "quantized_gru"}
+)
+_UNREPEATABLE = frozenset({"_ctc_loss", "linalg_lstsq"})
+_ACCUMULATING = frozenset({"index_put", "index_put_", "_index_put_impl_", "_index_put_impl", "_unsafe_index_put", "put", "put_"})
+_UNREPEATABLE_ON_ACCELERATOR = frozenset(
+    {"index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "scatter", "scatter_", "index_copy", "index_copy_"}
+    | {"cumsum", "cumsum_", "histc", "bincount", "median", "nanmedian", "max_unpool2d", "max_unpool3d", "_embedding_bag", "put", "put_"}
+    | {"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
+)
+"""Operators that torch documents as nondeterministic on an accelerator."""
+
+_OVERWRITES = frozenset(
+    {"copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_", "cauchy_", "geometric_", "log_normal_"}
+    | {"rrelu_with_noise", "rrelu_with_noise_"}
+)
+"""In-place operators that write every element of what they write, and read none of it. (`out=` forms are found by their schema.)"""
+
+UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
+    "native_batch_norm": ("running_mean", "running_var"),
+    "batch_norm_update_stats": ("running_mean", "running_var"),
+    "batch_norm_gather_stats": ("running_mean", "running_var"),
+    "batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
+    "cudnn_batch_norm": ("running_mean", "running_var"),
+    "miopen_batch_norm": ("running_mean", "running_var"),
+}
+"""Arguments that an operator writes although its schema does not say so."""
+
+_NUMERICS = GROUPS["matmul"] | GROUPS["batched_matmul"] | GROUPS["grouped_matmul"] | GROUPS["convolution"] | GROUPS["attention"]
+
+
+class Operator:
+    """One operator overload, as the tape sees it. Made once per process and operator by `describe`."""
+
+    __slots__ = (
+        "accumulate",
+        "dropout",
+        "fresh",
+        "func",
+        "name",
+        "never",
+        "numerics",
+        "on_accelerator",
+        "overload",
+        "overwrites",
+        "packet",
+        "plain",
+        "random",
+        "seeded",
+        "transfers",
+        "view",
+        "writes",
+    )
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.view: bool | int = False
+        """Computes nothing: every output lies on the storage of an input. 2 if it also sets the conj or neg bit."""
+        self.fresh = True
+        """May return a tensor that it did not merely write."""
+        self.writes: tuple[tuple[int, str], ...] = ()
+        """Position and name of the arguments that it writes."""
+        self.overwrites = False
+        """Writes all of what it writes without reading it."""
+        self.never: str | None = None
+        """The name of the reason why it is never replayed, whatever its arguments."""
+        self.random = False
+        self.seeded: tuple[int, str] | None = None
+        """Position and name of the `generator` argument."""
+        self.dropout: tuple[int, str] | None = None
+        """Position and name of a dropout probability that decides whether it is random."""
+        self.accumulate: tuple[int, str] | None = None
+        """Position and name of an `accumulate` flag that decides whether it is repeatable."""
+        self.on_accelerator = False
+        """Never replayed on an accelerator, unless deterministic algorithms are on."""
+        self.transfers = False
+        """May copy between devices."""
+        self.numerics = False
+        """Its bits depend on the flags of `torchcompat.numerics`."""
+        self._read_schema()
+        self.plain = not (self.view or self.writes or self.never or self.random or self.accumulate or self.transfers or self.on_accelerator)
+        """Pure, deterministic, replayable whatever its arguments: the short way through the tape."""
+
+    def _read_schema(self) -> None:
+        schema = getattr(self.func, "_schema", None)
+        if schema is None:  # a higher-order operator
+            self.packet = f"higher_order.{self.func.name()}"
+            self.overload = ""
+            self.name = self.packet
+            self.never = "opaque"
+            return
+        namespace, _, base = schema.name.partition("::")
+        self.packet = f"{namespace}.{base}"
+        self.overload = schema.overload_name or "default"
+        self.name = f"{self.packet}.{self.overload}"
+        arguments = {a.name: (i, a.name) for i, a in enumerate(schema.arguments)}
+        undeclared = UNDECLARED_WRITES.get(base, ()) if namespace == "aten" else ()
+        declared = tuple(
+            (i, a.name)
+            for i, a in enumerate(schema.arguments)
+            if (a.alias_info is not None and a.alias_info.is_write) or a.name in undeclared
+        )
+        if namespace in _COLLECTIVE:
+            # Their schemas do not say what they write: everything they are given.
+            self.never = "collective"
+            self.writes = tuple((i, a.name) for i, a in enumerate(schema.arguments) if "Tensor" in str(a.type)) if namespace == "c10d" else declared
+            return
+        if namespace not in _TRUSTED:
+            self.never = "opaque"
+            self.writes = declared
+            return
+        if base in ("_conj", "_neg_view"):
+            self.view = 2
+            return
+        if base in ("detach", "set_", "detach_", "lift_fresh") or (
+            not declared and schema.returns and all(r.alias_info is not None for r in schema.returns)
+        ):
+            self.view = True
+            return
+        self.writes = declared
+        self.fresh = any(r.alias_info is None for r in schema.returns)
+        self.overwrites = bool(declared) and (base in _OVERWRITES or all(schema.arguments[i].is_out for i, _ in declared))
+        self.never = self._reason(base)
+        self.random = torch.Tag.nondeterministic_seeded in self.func.tags
+        self.seeded = arguments.get("generator")
+        self.dropout = arguments.get("dropout_p")
+        self.accumulate = arguments.get("accumulate") if base in _ACCUMULATING else None
+        self.on_accelerator = base in _UNREPEATABLE_ON_ACCELERATOR and torch.accelerator.is_available()
+        self.transfers = base in ("_to_copy", "copy_", "copy", "_pin_memory") and torch.accelerator.is_available()
+        self.numerics = self.packet in _NUMERICS
+
+    @staticmethod
+    def _reason(base: str) -> str | None:
+        if base in _UNINITIALISED:
+            return "uninitialised"
+        if base in _CONSTANT:
+            return "constant"
+        if base in _ROUTING:
+            return "routing"
+        if base in _RECURRENT:
+            return "recurrent"
+        return "unrepeatable" if base in _UNREPEATABLE else None
+
+    def draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether this call takes random numbers."""
+        if not self.random:
+            return False
+        if self.dropout is None:
+            return True
+        return _argument(self.dropout, args, kwargs, 0.0) != 0.0
+
+    def forbids(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor | None) -> str | None:
+        """Name the reason why this call, with these arguments, is never replayed; None if it may be."""
+        if self.never is not None:
+            return self.never
+        if self.accumulate is not None and _argument(self.accumulate, args, kwargs, False):
+            return "unrepeatable"
+        if out is None or not (self.on_accelerator or self.transfers):
+            return None
+        if self.on_accelerator and out.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
+            return "unrepeatable"
+        if self.transfers and out.device.type == "cpu":
+            sources = [a for a in args if isinstance(a, torch.Tensor)]
+            if any(a.device.type != "cpu" for a in sources):
+                return "transfer"
+        return None
+
+    def generator(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> torch.Generator | None:
+        """Return the generator that this call draws from; None if it cannot be had."""
+        given = None if self.seeded is None else _argument(self.seeded, args, kwargs, None)
+        if given is not None:
+            return given
+        if device.type == "cpu":
+            return torch.default_generator
+        generators: Any = getattr(torch.get_device_module(device), "default_generators", None)
+        index = device.index if device.index is not None else 0
+        return None if generators is None or index >= len(generators) else generators[index]
+
+    def __repr__(self) -> str:
+        return f"Operator({self.name})"
+
+
+def _argument(where: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any], default: Any) -> Any:
+    position, name = where
+    return args[position] if position < len(args) else kwargs.get(name, default)
+
+
+_operators: dict[Any, Operator] = {}
+
+
+def describe(func: Any) -> Operator:
+    """Return the description of an operator overload or higher-order operator."""
+    operator = _operators.get(func)
+    if operator is None:
+        operator = _operators[func] = Operator(func)
+    return operator

@@ -1,0 +1,274 @@
+"""Opening a handle: find what is held, replay what is not.
+
+NOTE [ Lazy, memoised replay ]
+A backward step asks for one saved tensor, and only the chain that leads to it is run. Running a node turns its outputs from *recorded* into *held*:
+the result stays in the value, the node is let go, and with it everything that only the node could reach. So each node runs at most once, a chain
+that others will also need is not run again, and a result lives exactly as long as a handle or a node that was not yet run can reach it.
+
+Replayed operators run below autograd and autocast, under the numerics flags and generator state that were recorded, and in plain sight of every
+dispatch mode that is active: a FLOP counter counts them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from actmem.engine.checksum import checksum
+from actmem.engine.tape import Flattened, Handle
+from actmem.engine.values import UNCHECKED, Boxed, Node, Value, see
+from actmem.errors import FreedStorageError, ReplayError, SelfCheckError, VersionError
+from actmem.replaying import enter, leave
+from actmem.torchcompat import (
+    BackwardCFunction,
+    below_autograd,
+    current_autograd_node,
+    numerics,
+    restore_numerics,
+    without_autocast,
+)
+
+__all__ = ["unpack"]
+
+
+def unpack(packed: Any) -> Tensor:
+    """Return the tensor that autograd saved, from what `Tape.pack` gave it."""
+    if type(packed) is not Handle:
+        return _unpack_other(packed)
+    value = packed.value
+    with packed.tape.lock:
+        fresh = value.held is None
+        if fresh:
+            _materialise(value)
+        base = _held(value)
+        with below_autograd():
+            tensor = see(base, packed.size, packed.stride, packed.offset, packed.dtype, packed.bits)
+            if sys.getrefcount(value) > 3 and isinstance(current_autograd_node(), BackwardCFunction) and not isinstance(base, Parameter):
+                # A kernel behind a Python Function may write into what it is given, as some do to save memory.
+                storage = tensor.untyped_storage().clone()
+                tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, packed.offset, packed.size, packed.stride)
+        if packed.checksum is not None:
+            if checksum(tensor) != packed.checksum:
+                raise SelfCheckError(_mismatch(packed))
+            packed.checksum = None
+        return tensor
+
+
+def _unpack_other(packed: Any) -> Tensor:
+    if type(packed) is Boxed:
+        return packed.unpack(packed.packed)
+    if type(packed) is Flattened:
+        inner = {n: unpack(x) if isinstance(x, (Handle, Flattened, Boxed, Tensor)) else x for n, x in packed.inner.items()}
+        kind: Any = packed.kind
+        return kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
+    return packed
+
+
+def _held(value: Value) -> Tensor:
+    """Return the tensor that holds a value, after making sure that its bytes are still those that were recorded."""
+    base = value.held
+    if value.version == UNCHECKED:
+        return base.unpack(base.packed) if type(base) is Boxed else base
+    if base._version != value.version:
+        raise VersionError(_changed(value))
+    if value.num_bytes and base.untyped_storage().nbytes() < value.num_bytes and value.why != "save":
+        raise FreedStorageError(_freed(value))
+    return base
+
+
+def _materialise(value: Value) -> None:
+    """Replay the chain that leads to a value."""
+    order = _order(value)
+    if not order:
+        raise ReplayError(
+            "a saved value can no longer be replayed: its operator failed in an earlier backward pass. Run the forward pass again."
+        )
+    enter()
+    try:
+        with below_autograd(), without_autocast():
+            while order:
+                wanted, node = order.pop()
+                if wanted.node is node:  # else an earlier node of this chain made it, as another of its outputs
+                    _run(node, wanted)
+                wanted = node = None  # let go at once of what nothing else needs
+    finally:
+        leave()
+
+
+def _order(value: Value) -> list[tuple[Value, Node]]:
+    """List the nodes to run, last first, each with the value that asked for it."""
+    order: list[tuple[Value, Node]] = []
+    seen: set[int] = set()
+    stack: list[tuple[Value, Any]] = []
+    if value.node is not None:
+        seen.add(id(value.node))
+        stack.append((value, iter(value.node.refs)))
+    while stack:
+        current, refs = stack[-1]
+        for ref in refs:
+            parent: Value | None = ref[2]
+            if parent is not None and parent.held is None:
+                node = parent.node
+                if node is None:
+                    raise ReplayError(f"nothing holds {_name(parent)}, which a replay needs. This is a defect of actmem: please report it.")
+                if id(node) not in seen:
+                    seen.add(id(node))
+                    stack.append((parent, iter(node.refs)))
+                    break
+        else:
+            assert current.node is not None
+            order.append((current, current.node))
+            stack.pop()
+    order.reverse()
+    return order
+
+
+def _run(node: Node, wanted: Value) -> None:
+    """Run one recorded operator, and leave the results in the values that can still be reached."""
+    args = list(node.args)
+    kwargs = dict(node.kwargs) if node.kwargs else None
+    writes = node.writes
+    for i, j, value, size, stride, offset, dtype, bits in node.refs:
+        if value is None:
+            continue
+        base = _held(value)
+        if writes is not None and any(w[0] == i and w[1] == j for w in writes):
+            base = _writable(base, value)
+        tensor = base if size is None else see(base, size, stride, offset, dtype, bits)
+        _place(args, kwargs, i, j, tensor)
+    base = tensor = value = None
+    if writes is not None:
+        for i, j, num_bytes, device in writes:
+            if num_bytes >= 0:
+                _, _, _, size, stride, offset, dtype, bits = next(r for r in node.refs if r[0] == i and r[1] == j)
+                fresh = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+                _place(args, kwargs, i, j, see(fresh, size, stride, offset, dtype, bits))
+        fresh = None
+    out = _call(node, args, kwargs)
+    if node.outs is None:
+        if type(out) is not Tensor:
+            out = next(iter(_tensors(out)))
+        _made(wanted, out)
+        return
+    results = dict(enumerate(_tensors(out)))
+    if writes is not None:
+        for k, (i, j, _, _) in enumerate(writes):
+            results[-1 - k] = _placed(args, kwargs, i, j)
+    for slot, reference in node.outs:
+        value = reference()
+        if value is not None and value.node is node:
+            _made(value, _plain(results[slot]))
+
+
+def _made(value: Value, tensor: Tensor) -> None:
+    value.held, value.own, value.node, value.debts = tensor, True, None, None
+    if value.row is not None:
+        value.row.replayed += 1
+
+
+def _call(node: Node, args: list[Any], kwargs: dict[str, Any] | None) -> Any:
+    if node.flags is not None and node.flags != (flags := numerics()):
+        restore_numerics(node.flags)
+        try:
+            return _draw(node, args, kwargs)
+        finally:
+            restore_numerics(flags)
+    return _draw(node, args, kwargs)
+
+
+def _draw(node: Node, args: list[Any], kwargs: dict[str, Any] | None) -> Any:
+    if node.state is None:
+        return node.func(*args, **kwargs) if kwargs else node.func(*args)
+    generator, state = node.state
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        return node.func(*args, **kwargs) if kwargs else node.func(*args)
+    finally:
+        generator.set_state(now)
+
+
+def _writable(base: Tensor, value: Value) -> Tensor:
+    """Return a tensor on bytes that an in-place operator may write: a copy, unless nothing else will read the old ones."""
+    # The references that do not count: the node's, the loop's, this name's and the call's.
+    if value.own and sys.getrefcount(value) <= 4:
+        return base
+    storage = base.untyped_storage().clone()
+    return torch.empty(0, dtype=base.dtype, device=base.device).set_(storage, base.storage_offset(), base.size(), base.stride())
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the tensor without conj and neg bits, as `see` wants its base."""
+    if tensor.is_conj():
+        tensor = torch.ops.aten._conj(tensor)
+    return torch.ops.aten._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def _place(args: list[Any], kwargs: dict[str, Any] | None, i: Any, j: int, tensor: Tensor) -> None:
+    where: Any = args if type(i) is int else kwargs
+    if j < 0:
+        where[i] = tensor
+        return
+    if not isinstance(where[i], _Own):
+        where[i] = _Own(where[i])
+    where[i][j] = tensor
+
+
+def _placed(args: list[Any], kwargs: dict[str, Any] | None, i: Any, j: int) -> Tensor:
+    where: Any = args if type(i) is int else kwargs
+    return where[i] if j < 0 else where[i][j]
+
+
+class _Own(list[Any]):
+    """A list argument that was copied for this call: the recorded one stays as it is."""
+
+
+def _tensors(out: Any) -> Any:
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, (list, tuple)):
+        for x in out:  # pyright: ignore[reportUnknownVariableType]
+            yield from _tensors(x)
+    elif isinstance(out, dict):
+        for x in out.values():  # pyright: ignore[reportUnknownVariableType]
+            yield from _tensors(x)
+
+
+# -------------------------------------------------------------------- errors
+
+
+def _name(value: Value) -> str:
+    if value.row is not None:
+        return str(value.row)
+    if isinstance(value.held, Tensor):
+        kind = "parameter" if isinstance(value.held, Parameter) else "tensor"
+        return f"a {kind} of shape {tuple(value.held.shape)} and dtype {str(value.held.dtype).removeprefix('torch.')}"
+    return "a value"
+
+
+def _changed(value: Value) -> str:
+    return (
+        f"{_name(value)} was changed in place after the forward pass that needs it for backward: it is at version "
+        f"{value.held._version}, expected version {value.version}. Gradients would be wrong. Move the in-place change (an optimizer step, "
+        "`x.mul_(...)`, a later in-place residual) behind the backward pass, or make it out of place."
+    )
+
+
+def _freed(value: Value) -> str:
+    return (
+        f"{_name(value)} has no memory when a replay needs it: it was freed or resharded after the forward pass (FSDP or ZeRO-3 around a part of the "
+        "block). Shard whole blocks, or apply actmem to blocks that lie inside the sharded unit."
+    )
+
+
+def _mismatch(handle: Handle) -> str:
+    what = _name(handle.value)
+    return (
+        f"replaying {what} did not give the bits of the forward pass. Likely cause: a kernel that torch cannot see (Triton, numpy, a C++ extension) "
+        "wrote into a tensor of this chain, or an operator in it is not deterministic. Declare the function that launches the kernel with "
+        "actmem.replayable(fn), or keep that module's results: Rule('save', module='...')."
+    )

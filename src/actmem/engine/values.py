@@ -1,0 +1,134 @@
+"""The tape's nouns: values, nodes, references, and how a tensor is seen through them.
+
+NOTE [ Values ]
+The unit of the tape is not a tensor but a *value*: one storage, in one version. A view costs nothing: it is a value and a geometry. An
+operator that writes in place makes a new value on the same storage. Values and nodes form a graph that points only backwards (a value to the node that
+made it, a node to the values it read), so that reference counts alone decide how long anything lives: a value lives as long as a
+handle that autograd holds, or a node that may still be replayed, can reach it. There are no cycles, no registry and nothing to reset.
+
+A value is in one of four states:
+
+    held           `held` is a tensor on the right bytes: an input, something kept, or something replayed already
+    recorded       `node` can make it again
+    kept           neither, `why` is "save": the plan keeps it; it becomes held as soon as anything refers to it
+    given          neither, any other `why`: never replayed; a barrier (NOTE [ Barriers ])
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from actmem.engine.coverage import Coverage
+
+__all__ = ["Boxed", "Geometry", "Node", "Value", "geometry", "see"]
+
+Geometry = tuple[Any, Any, int, torch.dtype, int]
+"""Size, stride, storage offset, dtype, and the conj (1) and neg (2) bits."""
+
+UNCHECKED = -1
+"""The version of a value whose bytes nobody else can write."""
+
+
+class Boxed:
+    """A held value that an outer saved-tensor hook packed, as `save_on_cpu` does."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.packed = packed
+        self.unpack = unpack
+
+
+class Value:
+    """One storage in one version. See NOTE [ Values ].
+
+    The defaults stand on the class: a value is made for nearly every operator, and most keep most of them.
+    """
+
+    held: Any = None
+    version: int = UNCHECKED
+    own: bool = False
+    """`held` was made by a replay: nobody outside the tape can see it."""
+    debts: tuple[Value, ...] | None = None
+    """Given values that a replay would need and that nobody held when this was recorded."""
+    tensor: weakref.ref[torch.Tensor] | None = None
+    """For given values: the tensor that the program holds, as long as it lives and was not written."""
+    coverage: Coverage | None = None
+    """For values born uninitialised: what was written since."""
+    pending: Node | None = None
+    """For the same: the node that makes this version, for the day when nothing is left uninitialised."""
+    num_bytes: int = 0
+    row: Any = None
+    """What the report knows of this value, if this step is observed."""
+
+    def __init__(self, storage: weakref.ref[Any], node: Node | None, slot: int, why: str | None) -> None:
+        self.storage = storage
+        """Which storage this is: a weak reference, because a pointer alone may be used again by the allocator."""
+        self.node = node
+        self.slot = slot
+        """Which output of the node: 0, 1, ... what it returned; -1, -2, ... what it wrote."""
+        self.why = why
+
+
+class Node:
+    """One recorded operator call: what is needed to run it again."""
+
+    writes: list[tuple[int | str, int, int, torch.device]] | None = None
+    """A tuple for each written argument: (position or name, position in a list or -1, bytes to allocate anew or -1, device)."""
+    outs: list[tuple[int, weakref.ref[Value]]] | None = None
+    """Slot and value of each output, where there are several. The only arrows that point forwards, hence weak."""
+    state: tuple[torch.Generator, torch.Tensor] | None = None
+    """The generator and its state before the call, for random operators."""
+    flags: tuple[Any, ...] | None = None
+    """The numerics flags that were in force."""
+
+    def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any] | None, refs: list[tuple[Any, ...]]) -> None:
+        self.func = func
+        self.args = args
+        """The arguments, with None in the place of each tensor."""
+        self.kwargs = kwargs
+        self.refs = refs
+        """A tuple for each tensor argument: (position or name, position in a list or -1, value, *geometry)."""
+
+    def overwrite(self, written: list[tuple[int | str, int, torch.Tensor]], whole: list[bool]) -> None:
+        """Note what the call writes. Where it overwrites all of a storage, the old version is not needed."""
+        self.writes = []
+        for (i, j, t), entire in zip(written, whole, strict=True):
+            self.writes.append((i, j, t.untyped_storage().nbytes() if entire else -1, t.device))
+            if entire:
+                self.refs = [(*r[:2], None, *r[3:]) if r[0] == i and r[1] == j else r for r in self.refs]
+
+
+def geometry(tensor: torch.Tensor) -> Geometry:
+    """Describe how `tensor` lies on its storage."""
+    bits = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)
+    return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, bits
+
+
+def see(base: torch.Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, bits: int) -> torch.Tensor:
+    """Return the tensor of the given geometry on the storage of `base`.
+
+    Runs below autograd. `base` itself has neither bit set.
+
+    >>> x = torch.arange(6.0)
+    >>> see(x, (2, 2), (3, 1), 1, torch.float32, 0)
+    tensor([[1., 2.],
+            [4., 5.]])
+    """
+    if base.dtype is dtype:
+        if base.shape == size and base.stride() == stride and base.storage_offset() == offset:
+            tensor = base
+        else:
+            tensor = base.as_strided(size, stride, offset)
+    else:
+        tensor = torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), offset, size, stride)
+    if bits:
+        if bits & 1:
+            tensor = torch.ops.aten._conj(tensor)
+        if bits & 2:
+            tensor = torch.ops.aten._neg_view(tensor)
+    return tensor

@@ -1,0 +1,57 @@
+"""Name everything that can go wrong.
+
+All errors of actmem, and the builtin that each can also be caught as::
+
+    ActmemError (Exception)
+    ├── ModeError (ValueError)          what was asked is not permitted
+    │   └── PlanError                   a plan file that cannot be read, is newer, or belongs to another model
+    ├── StructureError (ValueError)     the blocks of a model were not found, or are ambiguous
+    ├── ApplyError (RuntimeError)       this model cannot be applied to as it is now
+    ├── ReplayError (RuntimeError)      a dropped value could not be brought back
+    │   ├── VersionError                something it needs was changed in place since
+    │   ├── FreedStorageError           the memory of something it needs is gone
+    │   └── SelfCheckError              it came back, but with other bits
+    └── UnsupportedError (RuntimeError) a torch feature that does not go together with actmem
+
+Each message says what was found, what is permitted, why in one clause, and what repairs it.
+"""
+
+
+class ActmemError(Exception):
+    """Be the common base of all errors that actmem raises on purpose."""
+
+
+class ModeError(ActmemError, ValueError):
+    """Say that a mode or a rule asks for something that is not permitted."""
+
+
+class PlanError(ModeError):
+    """Say that a plan cannot be read, is of a newer version, or belongs to another model."""
+
+
+class StructureError(ActmemError, ValueError):
+    """Say that the blocks of a model were not found, or that there are several candidates."""
+
+
+class ApplyError(ActmemError, RuntimeError):
+    """Say that a mode cannot be applied to this model in its present state."""
+
+
+class ReplayError(ActmemError, RuntimeError):
+    """Say that a dropped value could not be brought back."""
+
+
+class VersionError(ReplayError):
+    """Say that a value was changed in place after a replay came to depend on it."""
+
+
+class FreedStorageError(ReplayError):
+    """Say that the memory of a value was freed or resized before a replay could read it."""
+
+
+class SelfCheckError(ReplayError):
+    """Say that a replayed value differs from the one that was dropped."""
+
+
+class UnsupportedError(ActmemError, RuntimeError):
+    """Say that a torch feature in use does not go together with actmem."""

@@ -1,0 +1,263 @@
+"""Bytes that are alive, storage by storage.
+
+NOTE [ what the ledger counts ]
+
+The unit is the storage: a view costs nothing, two tensors on one storage cost it once. A storage is known by a weak
+reference to torch's Python object for it. torch keeps that object for as long as the storage itself lives, so its end
+is the storage's end, to the operator, and its `id` is a safe key until the reference's callback removes it. The
+allocator reuses addresses at once: a pointer would confuse an old storage with a new one.
+
+An entry is one of three:
+
+- base: belongs to the model or the optimizer when the step begins. Counted.
+- step: an operator of the step returned it and nobody knew it before. Counted.
+- external: an operator of the step read it before anybody knew it: a batch made beforehand, a constant. Not counted,
+  only summed. Once the step resizes it, its memory is the step's doing: it turns into a step entry of the new size.
+
+The live set of a past moment is read from births, deaths and resizes, so that the peak costs nothing to remember.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+
+from actmem.torchcompat import is_traceable_wrapper_subclass, without_dispatch_modes
+
+__all__ = ["Account", "Entry", "Ledger", "storages_of", "tensors_in"]
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_has_storage: Callable[[torch.Tensor], bool] = _C._has_storage
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def storages_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
+    """Return the storages that hold the data of `tensor`.
+
+    A wrapper subclass such as a DTensor has those of its inner tensors, a sparse tensor those of its components. An
+    opaque (MKL-DNN) tensor has none that can be named.
+    """
+    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+        inner: Any = tensor
+        names: list[str] = inner.__tensor_flatten__()[0]
+        return tuple(storage for name in names for storage in storages_of(getattr(inner, name)))
+    if _has_storage(tensor):
+        return (tensor.untyped_storage(),)
+    with without_dispatch_modes():  # reading a component is an operator, but no work of the step
+        return tuple(component.untyped_storage() for component in _components(tensor))
+
+
+def _components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()  # pyright: ignore[reportPrivateUsage]  # the public ones want it coalesced
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
+
+
+class Entry(weakref.ref[torch.UntypedStorage]):
+    """Remember the life of one storage without holding it."""
+
+    __slots__ = ("birth", "death", "device", "external", "key", "nbytes", "phase", "role", "sizes", "step", "survived")
+
+    key: int
+    device: torch.device
+    nbytes: int
+    external: bool
+    step: bool
+    phase: str
+    """The phase in which the step allocated it; "" for others."""
+    birth: int
+    death: int | None
+    """It is alive at the end of event k if birth <= k < death."""
+    role: str | None
+    """The category by what it is used for, once that is seen."""
+    survived: bool
+    """Allocated by forward and alive when the backward after it began, or when the step ended."""
+    sizes: list[tuple[int, int]] | None
+    """(event, size from then on), if it was ever resized."""
+
+    def nbytes_at(self, event: int) -> int:
+        """Return its size at the end of `event`, 0 if it was not alive and counted."""
+        if self.external or event < self.birth or (self.death is not None and event >= self.death):
+            return 0
+        if self.sizes is None:
+            return self.nbytes
+        return next(size for since, size in reversed(self.sizes) if since <= event)
+
+
+class Account:
+    """Sum up one device."""
+
+    __slots__ = ("live_bytes", "peak_bytes", "peak_event", "step_live_bytes", "step_peak_bytes")
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.step_live_bytes = 0
+        self.peak_bytes = 0
+        self.step_peak_bytes = 0
+        self.peak_event = -1
+
+
+class Ledger:
+    """Keep the entries of one step. See NOTE [ what the ledger counts ]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = -1
+        """The event under way; -1 until the step begins."""
+        self.phase = ""
+        """The phase that births are booked on."""
+        self.external_bytes = 0
+        self.accounts: dict[torch.device, Account] = {device: Account()}
+        self.main = self.accounts[device]
+        self._device = device
+        self._entries: list[Entry] = []
+        self._live: dict[int, Entry] = {}
+
+    def add_base(self, tensor: torch.Tensor, role: str) -> None:
+        """Count a tensor of the model or the optimizer. The first role of a storage stays."""
+        for storage in storages_of(tensor):
+            if id(storage) not in self._live:
+                self._open(storage, tensor.device).role = role
+
+    def begin(self) -> None:
+        """Take what is counted so far for the state before the step."""
+        for account in self.accounts.values():
+            account.peak_bytes = account.live_bytes
+        self.event = 0
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """Book a tensor that an operator is about to read, or has written: external if unknown, resized if it is."""
+        for storage in storages_of(tensor):
+            entry = self._live.get(id(storage))
+            if entry is None:
+                self._open(storage, tensor.device, external=True)
+            else:
+                self._settle(entry, storage)
+
+    def returned(self, tensor: torch.Tensor) -> None:
+        """Book a tensor that an operator returned: allocated by it if unknown."""
+        for storage in storages_of(tensor):
+            entry = self._live.get(id(storage))
+            if entry is None:
+                self._open(storage, tensor.device)
+            else:
+                self._settle(entry, storage)
+
+    def resized(self, storage: torch.UntypedStorage) -> bool:
+        """Book a resize outside every operator. Say whether it changed a counted size."""
+        entry = self._live.get(id(storage))
+        return entry is not None and self._settle(entry, storage)
+
+    def mark(self, tensor: torch.Tensor, role: str) -> None:
+        """Say what a counted storage is used for, if nobody has yet."""
+        for storage in storages_of(tensor):
+            entry = self._live.get(id(storage))
+            if entry is not None and entry.role is None:
+                entry.role = role
+
+    def sample(self) -> bool:
+        """End the event under way. Say whether the measured device reached a new peak with it."""
+        for account in self.accounts.values():
+            if account.live_bytes > account.peak_bytes:
+                account.peak_bytes, account.peak_event = account.live_bytes, self.event
+            elif account.peak_event < 0 and account.live_bytes == account.peak_bytes:
+                account.peak_event = self.event  # nothing was ever above the start, and here we are as high
+            account.step_peak_bytes = max(account.step_peak_bytes, account.step_live_bytes)
+        new = self.main.peak_event == self.event
+        self.event += 1
+        return new
+
+    def settle_forward(self) -> int:
+        """Mark what forward left alive and return its bytes on the measured device."""
+        total = 0
+        for entry in tuple(self._live.values()):  # a copy: the collector may end entries while we walk
+            if entry.phase == "forward":
+                entry.survived = True
+                if entry.device == self._device:
+                    total += entry.nbytes
+        return total
+
+    def by_category(self, categories: tuple[str, ...]) -> dict[str, int]:
+        """Divide the peak of the measured device into categories."""
+        result = dict.fromkeys(categories, 0)
+        for entry in self._entries:
+            if entry.device == self._device:
+                category = entry.role or ("activations" if entry.survived else "temporary")
+                result[category] += entry.nbytes_at(self.main.peak_event)
+        return result
+
+    def close(self) -> None:
+        """Drop all references to storages, and with them their callbacks, which lead back here."""
+        self._entries.clear()
+        self._live.clear()
+
+    def _open(self, storage: torch.UntypedStorage, device: torch.device, *, external: bool = False) -> Entry:
+        entry = Entry(storage, self._died)
+        entry.key = id(storage)
+        entry.device = device
+        entry.nbytes = storage.nbytes()
+        entry.external = external
+        entry.step = self.event >= 0
+        entry.phase = "" if external else self.phase
+        entry.birth = self.event
+        entry.death = None
+        entry.role = None
+        entry.survived = False
+        entry.sizes = None
+        self._live[entry.key] = entry
+        if external:
+            if device == self._device:
+                self.external_bytes += entry.nbytes
+        else:
+            self._entries.append(entry)
+            self._book(entry, entry.nbytes)
+        return entry
+
+    def _settle(self, entry: Entry, storage: torch.UntypedStorage) -> bool:
+        nbytes = storage.nbytes()
+        if nbytes == entry.nbytes:
+            return False
+        if entry.external:
+            entry.external, entry.phase, entry.birth = False, self.phase, self.event
+            self._entries.append(entry)
+            self._book(entry, nbytes)
+        else:
+            if entry.sizes is None:
+                entry.sizes = [(entry.birth, entry.nbytes)]
+            entry.sizes.append((self.event, nbytes))
+            self._book(entry, nbytes - entry.nbytes)
+        entry.nbytes = nbytes
+        return True
+
+    def _died(self, entry: Any) -> None:
+        self._live.pop(entry.key, None)
+        if not entry.external:
+            entry.death = self.event
+            self._book(entry, -entry.nbytes)
+
+    def _book(self, entry: Entry, change: int) -> None:
+        account = self.accounts.get(entry.device)
+        if account is None:
+            account = self.accounts[entry.device] = Account()
+        account.live_bytes += change
+        if entry.step:
+            account.step_live_bytes += change
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an operator's arguments or result, or in an optimizer's state."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in cast("tuple[Any, ...]", value):
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in cast("dict[Any, Any]", value).values():
+            yield from tensors_in(item)

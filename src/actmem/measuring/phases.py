@@ -1,0 +1,71 @@
+"""Tell what an operator that runs now is part of: forward, backward, replay or an optimizer's step.
+
+NOTE [ what counts as replay ]
+
+An operator is a replayed one if any of these holds:
+
+- actmem's tape replays it (`actmem.replaying`);
+- torch.utils.checkpoint recomputes: its recomputation hook is the innermost saved-tensor hook inside a backward pass;
+- it records gradients inside a backward pass that itself does not: so do reentrant checkpoints and every hand-written
+  autograd Function that runs its forward again under `enable_grad`.
+
+Whether a pass records gradients itself (`create_graph=True`) torch does not tell. A pass that frees its graph does
+not. For one that keeps its graph, the grad mode of its first operator decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from actmem.replaying import replaying
+from actmem.torchcompat import outer_hooks
+
+__all__ = ["NO_TASK", "Phases", "current_task"]
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+current_task: Callable[[], int] = _C._current_graph_task_id
+"""Return the number of the backward pass that runs in this thread, or `NO_TASK`."""
+_keeps_graph: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
+
+NO_TASK = -1
+
+
+class Phases:
+    """Follow the phases of one step."""
+
+    def __init__(self) -> None:
+        self._records_gradients: dict[int, bool] = {}
+        self._steps: list[int] = []
+
+    def current(self, task: int) -> str:
+        """Name the phase of an operator that runs in the backward pass `task`."""
+        if replaying():
+            return "replay"
+        if self._steps and self._steps[-1] == task:
+            return "optimizer"
+        if task == NO_TASK:
+            return "forward"
+        hooks = outer_hooks()
+        if hooks is not None and _is_recomputation(hooks[0]):
+            return "replay"
+        records = self._records_gradients.get(task)
+        if records is None:
+            records = self._records_gradients[task] = torch.is_grad_enabled() and _keeps_graph()
+        return "replay" if torch.is_grad_enabled() and not records else "backward"
+
+    def enter_optimizer(self) -> None:
+        """Begin an optimizer's step. One inside a backward pass is told from a backward pass inside one by the task."""
+        self._steps.append(current_task())
+
+    def leave_optimizer(self) -> None:
+        """End the innermost step of an optimizer."""
+        if self._steps:
+            self._steps.pop()
+
+
+def _is_recomputation(pack: Any) -> bool:
+    name: str = getattr(pack, "__qualname__", "")
+    return name.startswith("_recomputation_hook.") and pack.__module__ == "torch.utils.checkpoint"

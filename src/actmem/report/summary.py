@@ -1,0 +1,154 @@
+"""From the observations of every block to one report: values grouped, identical layers folded, totals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from actmem.engine.observing import Observation, Row
+from actmem.engine.operators import REASONS
+from actmem.plan import Plan
+
+__all__ = ["KindReport", "Report", "ReportRow", "summarise"]
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """Values of one block that were made alike and treated alike."""
+
+    module: str
+    """Path of the module inside the block that made them; "" is the block's own forward."""
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    """Bytes of one such value."""
+    count: int
+    decision: str
+    """`save`, `recompute`, `input` (came from outside) or `never` (could not be replayed, so it is held)."""
+    why: str
+    """For `never`: the reason. Else empty."""
+    by_autograd: bool
+    """Plain autograd would have held it. If not, it is held because a replay starts from it."""
+    replayed: int
+    """How often an operator ran again to make them, in the observed step."""
+
+
+@dataclass(frozen=True)
+class KindReport:
+    """Blocks that are built alike and did alike."""
+
+    kind: str
+    paths: tuple[str, ...]
+    rows: tuple[ReportRow, ...]
+    """Every value that autograd saved or that is held; values of neither sort cost nothing and are not listed."""
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks this stands for."""
+        return len(self.paths)
+
+    def bytes_of(self, *decisions: str, by_autograd: bool | None = None) -> int:
+        """Add up the bytes of one block's values under the given decisions."""
+        return sum(
+            r.num_bytes * r.count
+            for r in self.rows
+            if r.decision in decisions and (by_autograd is None or r.by_autograd is by_autograd)
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a plan did in the step that was observed. Bytes are per step, over all blocks, without parameters."""
+
+    plan: Plan
+    kinds: tuple[KindReport, ...]
+    unobserved: tuple[str, ...]
+    """Blocks that have not run a training step yet."""
+    unmatched: tuple[str, ...]
+    """Rules that decided nothing in this model."""
+    notes: tuple[str, ...]
+
+    def _total(self, *decisions: str, by_autograd: bool | None = None) -> int:
+        return sum(k.num_blocks * k.bytes_of(*decisions, by_autograd=by_autograd) for k in self.kinds)
+
+    @property
+    def plain_bytes(self) -> int:
+        """What plain autograd holds for backward inside the blocks."""
+        return self._total("save", "recompute", "input", "never", by_autograd=True)
+
+    @property
+    def held_bytes(self) -> int:
+        """What is held for backward inside the blocks under this plan."""
+        return self._total("save", "input", "never")
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the plan keeps."""
+        return self._total("save")
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """What plain autograd holds and this plan does not."""
+        return self._total("recompute")
+
+    @property
+    def never_replayed_bytes(self) -> int:
+        """What is held although the plan says recompute, because it cannot be replayed."""
+        return self._total("never")
+
+    @property
+    def num_replayed(self) -> int:
+        """How many values were made again by a replay, over all blocks."""
+        return sum(k.num_blocks * r.replayed for k in self.kinds for r in k.rows)
+
+    def __str__(self) -> str:
+        from actmem.report.text import render
+
+        return render(self)
+
+
+def summarise(
+    plan: Plan,
+    observed: Iterable[tuple[str, str, Observation | None]],
+    *,
+    matched: set[int],
+    notes: Sequence[str] = (),
+) -> Report:
+    """Fold observations, given as (path, kind, observation) in the order of the blocks, into a report."""
+    folded: dict[tuple[str, tuple[ReportRow, ...]], list[str]] = {}
+    unobserved: list[str] = []
+    for path, kind, observation in observed:
+        if observation is None:
+            unobserved.append(path)
+        else:
+            folded.setdefault((kind, _rows(observation.rows)), []).append(path)
+    kinds = tuple(KindReport(kind, tuple(paths), rows) for (kind, rows), paths in folded.items())
+    silent = tuple(repr(r) for i, r in enumerate(plan.rules) if i not in matched and not r.is_default) if kinds and not unobserved else ()
+    return Report(plan, kinds, tuple(unobserved), silent, tuple(notes))
+
+
+def _rows(rows: list[Row]) -> tuple[ReportRow, ...]:
+    groups: Counter[tuple[str, str, tuple[int, ...], str, int, str, str, bool]] = Counter()
+    replayed: Counter[tuple[str, str, tuple[int, ...], str, int, str, str, bool]] = Counter()
+    for r in rows:
+        if r.kind == "parameter" or not (r.saved or r.held or r.replayed):
+            continue
+        decision = _decision(r)
+        why = REASONS.get(r.why or "", r.why or "") if decision == "never" else ""
+        key = (r.module, r.op, r.shape, r.dtype, r.num_bytes, decision, why, r.saved)
+        groups[key] += 1
+        replayed[key] += r.replayed
+    return tuple(
+        ReportRow(m, o, s, d, b, count, decision, why, saved, replayed[m, o, s, d, b, decision, why, saved])
+        for (m, o, s, d, b, decision, why, saved), count in groups.items()
+    )
+
+
+def _decision(row: Row) -> str:
+    if not row.held:
+        return "recompute" if row.saved else "replayed"
+    if row.kind == "input" and row.why in ("external", "save"):
+        return "input"
+    return "save" if row.why == "save" else "never"

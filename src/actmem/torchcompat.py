@@ -1,0 +1,111 @@
+"""The one place that asks this torch for what its public API does not offer.
+
+Every private name that actmem leans on is imported here, once. A torch that lacks one fails at import with the name, instead of
+somewhere in the middle of a backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+__all__ = [
+    "BackwardCFunction",
+    "TorchDispatchMode",
+    "alias",
+    "alias_in_handler",
+    "all_operator_names",
+    "below_autograd",
+    "current_autograd_node",
+    "functorch_transform",
+    "is_traceable_wrapper_subclass",
+    "numerics",
+    "outer_hooks",
+    "restore_numerics",
+    "without_autocast",
+    "without_dispatch_modes",
+]
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+
+try:
+    below_autograd: Callable[[], Any] = _C._AutoDispatchBelowAutograd
+    without_autocast: Callable[[], Any] = _C._DisableAutocast
+    without_dispatch_modes: Callable[[], Any] = _C._DisableTorchDispatch
+    current_autograd_node: Callable[[], Any] = _C._current_autograd_node
+    _top_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
+    _exclude_key: Callable[[Any, bool], Any] = _C._SetExcludeDispatchKeyGuard
+    _ADINPLACE: Any = _C.DispatchKey.ADInplaceOrView
+    _peek_functorch: Callable[[], Any] = _C._functorch.peek_interpreter_stack
+except AttributeError as missing:  # pragma: no cover - depends on the torch that is installed
+    raise ImportError(
+        f"actmem needs a part of torch that torch {torch.__version__} does not have: {missing}. "
+        "It is tested with torch 2.13; install that version or a newer actmem."
+    ) from missing
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without history that shares the storage and the version counter of `tensor`.
+
+    For code outside a dispatch handler. No dispatch mode sees the operator: nothing is computed.
+    """
+    with without_dispatch_modes():
+        return tensor.detach()
+
+
+def alias_in_handler(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same as `alias`, for code inside `__torch_dispatch__`.
+
+    There the key that lets `detach` share the version counter is excluded, and must be put back.
+    """
+    with _exclude_key(_ADINPLACE, False):
+        return tensor.detach()
+
+
+def outer_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Return the saved-tensor hooks that are in force now, or None."""
+    return _top_hooks(True)
+
+
+def functorch_transform() -> str | None:
+    """Name the innermost functorch transform that is active, such as "Grad" or "Vmap", or None."""
+    layer = _peek_functorch()
+    return None if layer is None else str(layer.key()).rsplit(".", 1)[-1]
+
+
+def all_operator_names() -> frozenset[str]:
+    """Return the packet names of every operator that is registered now, as "aten.mm"."""
+    names: list[str] = _C._dispatch_get_all_op_names()
+    return frozenset(name.split(".", 1)[0].replace("::", ".") for name in names)
+
+
+_backends: Any = torch.backends
+
+
+def numerics() -> tuple[Any, ...]:
+    """Return the flags that change the bits of a matrix product or a convolution."""
+    return (
+        _C._get_mkldnn_enabled(),
+        _C._get_float32_matmul_precision(),
+        _C._get_deterministic_algorithms(),
+        _C._get_cudnn_enabled(),
+        _C._get_cudnn_allow_tf32(),
+        _C._get_cudnn_benchmark(),
+        _C._get_cudnn_deterministic(),
+    )
+
+
+def restore_numerics(flags: tuple[Any, ...]) -> None:
+    """Put the flags of `numerics` in force."""
+    mkldnn, precision, deterministic, cudnn, tf32, benchmark, cudnn_deterministic = flags
+    _C._set_mkldnn_enabled(mkldnn)
+    _C._set_float32_matmul_precision(precision)
+    _C._set_deterministic_algorithms(deterministic, warn_only=_C._get_deterministic_algorithms_warn_only())
+    _C._set_cudnn_enabled(cudnn)
+    _C._set_cudnn_allow_tf32(tf32)
+    _C._set_cudnn_benchmark(benchmark)
+    _C._set_cudnn_deterministic(cudnn_deterministic)
