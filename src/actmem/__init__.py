@@ -9,6 +9,7 @@
 """
 
 from actmem.applying import Applied, apply
+from actmem.engine.declaring import replayable
 from actmem.errors import (
     ActmemError,
     ApplyError,
@@ -53,5 +54,6 @@ __all__ = [
     "apply",
     "every_second",
     "measure",
+    "replayable",
     "verify",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from actmem import ops
-from actmem.engine.calling import Script, applied_script, install, uninstall
+from actmem.engine.calling import Script, applied_script, install, storages_of, uninstall
 from actmem.engine.deciding import resolve
 from actmem.errors import ApplyError, ModeError, PlanError
 from actmem.modes import FromPlan, Full, Mode, Rules, SaveEverything, Selective, Targets
@@ -39,7 +40,11 @@ class Applied:
         A block's first training call is observed; `check_replay` has later ones observed too.
         """
         idle = sum(s.num_idle_calls for s in self._scripts)
-        notes = [f"{idle} block calls ran in eval mode with gradients on, and were left alone: call model.train()."] if idle else []
+        notes = (
+            [f"{idle} block calls ran in eval mode with gradients on, and were left alone: call model.train()."]
+            if idle
+            else []
+        )
         return summarise(
             self.plan,
             [(b.path, b.kind, s.observation) for b, s in zip(self._blocks, self._scripts, strict=True)],
@@ -60,7 +65,9 @@ class Applied:
     def __enter__(self) -> Applied:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.remove()
 
     def __repr__(self) -> str:
@@ -104,11 +111,17 @@ def apply(
     """
     if not isinstance(mode, (*_MODES, Plan)):
         names = ", ".join(m.__name__ for m in _MODES)
-        raise ModeError(f"mode = {mode!r} is no mode. Expected one of {names}, or a Plan, as in actmem.apply(model, actmem.Full()).")
+        raise ModeError(
+            f"mode = {mode!r} is no mode. Expected one of {names}, or a Plan, as in actmem.apply(model, actmem.Full())."
+        )
     if engine not in ("auto", "tape"):
-        raise ModeError(f"engine = {engine!r} is not available. Expected 'auto' or 'tape', which record and replay operators.")
+        raise ModeError(
+            f"engine = {engine!r} is not available. Expected 'auto' or 'tape', which record and replay operators."
+        )
     if example is not None or loss is not None:
-        raise ModeError("example and loss are for modes that profile the model, and no mode of this version does. Leave them out.")
+        raise ModeError(
+            "example and loss are for modes that profile the model, and no mode of this version does. Leave them out."
+        )
     _refuse_state(model)
     if isinstance(mode, FromPlan):
         mode = Plan.load(mode.path)
@@ -121,11 +134,12 @@ def apply(
     every_role = [roles(b.module) for b in found]
     _check_rules(plan.rules, found, every_role, model)
     scripts: list[Script] = []
-    roll = _Roll(plan)
+    roll = _Roll(plan, model)
+    cuts: dict[Any, Any] = {}
     for block, its_roles in zip(found, every_role, strict=True):
         modules = {path: f"{block.path}.{path}".strip(".") for path, _ in block.module.named_modules()}
         verdicts = resolve(plan.rules, layer=block.index, num_layers=len(found), modules=modules, roles=its_roles)
-        scripts.append(Script(block.path, verdicts, observed=roll.called))
+        scripts.append(Script(block.path, verdicts, cuts=cuts, observed=roll.called, state=roll.state))
     roll.scripts = tuple(scripts)
     for block, script in zip(found, scripts, strict=True):
         install(block.module, script)
@@ -133,14 +147,23 @@ def apply(
 
 
 class _Roll:
-    """Notice, when every block has run once, that none of the plan's names matched anything."""
+    """What the blocks of a model have in common: its state, and the plan, some of whose names must match."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
         self._named = frozenset(i for i, r in enumerate(plan.rules) if r.op or r.module or r.target)
         self._plan = plan
         self.scripts: tuple[Script, ...] = ()
 
+    def state(self) -> frozenset[int]:
+        """Return the storages of the model's parameters and buffers."""
+        model = self._model()
+        if model is None:
+            return frozenset()
+        return frozenset(storages_of([*model.parameters(), *model.buffers()]))
+
     def called(self) -> None:
+        """Notice, when every block has run once, that none of the plan's names matched anything."""
         if not self._named or any(s.observation is None for s in self.scripts):
             return
         if not self._named & set[int]().union(*(s.verdicts.matched for s in self.scripts)):
@@ -192,24 +215,39 @@ def _refuse_blocks(blocks: tuple[Block, ...]) -> None:
             )
 
 
-def _check_rules(rules: tuple[Rule, ...], blocks: tuple[Block, ...], every_role: list[dict[str, tuple[str, ...]]], model: nn.Module) -> None:
+def _check_rules(
+    rules: tuple[Rule, ...], blocks: tuple[Block, ...], every_role: list[dict[str, tuple[str, ...]]], model: nn.Module
+) -> None:
     known = all_operator_names()
     for rule in rules:
         if rule.decision == "offload":
-            raise ModeError(f"{rule!r}: this version saves and recomputes, and does not offload. Use 'save' or 'recompute'.")
+            raise ModeError(
+                f"{rule!r}: this version saves and recomputes, and does not offload. Use 'save' or 'recompute'."
+            )
         if rule.op is not None and rule.op not in ops.GROUPS:
             packet, _ = ops.packet_name(rule.op)
-            if not any(ops.matches(rule.op, name, "default") or name == packet for name in known | {"higher_order.flex_attention"}):
+            if not any(
+                ops.matches(rule.op, name, "default") or name == packet
+                for name in known | {"higher_order.flex_attention"}
+            ):
                 hint = ops.did_you_mean(rule.op, {*known, *ops.GROUPS})
-                raise ModeError(f"op = {rule.op!r} is no operator, group or glob that torch knows.{hint} Groups: {', '.join(sorted(ops.GROUPS))}.")
+                raise ModeError(
+                    f"op = {rule.op!r} is no operator, group or glob that torch knows.{hint} Groups: {', '.join(sorted(ops.GROUPS))}."
+                )
         if rule.module is not None:
             _check_module(rule, model)
-        if rule.layers is not None and not any(Slices.parse(rule.layers).contains(b.index, len(blocks)) for b in blocks):
+        if rule.layers is not None and not any(
+            Slices.parse(rule.layers).contains(b.index, len(blocks)) for b in blocks
+        ):
             raise ModeError(
                 f"layers = {rule.layers!r} selects none of the {len(blocks)} blocks (0 to {len(blocks) - 1}). Name some of these, as in layers='0:{len(blocks)}'."
             )
     named = [r for r in rules if r.target is not None]
-    if named and all(r.is_default or r.target for r in rules) and not any(r.target in found for r in named for found in every_role):
+    if (
+        named
+        and all(r.is_default or r.target for r in rules)
+        and not any(r.target in found for r in named for found in every_role)
+    ):
         present = sorted({name for found in every_role for name in found})
         raise ModeError(
             f"target{'s' if len(named) > 1 else ''} {', '.join(repr(r.target) for r in named)} matched no module in the blocks of this model. "

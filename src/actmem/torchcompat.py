@@ -23,6 +23,7 @@ __all__ = [
     "current_autograd_node",
     "functorch_transform",
     "is_traceable_wrapper_subclass",
+    "named_modules",
     "numerics",
     "outer_hooks",
     "restore_numerics",
@@ -83,7 +84,9 @@ def all_operator_names() -> frozenset[str]:
     return frozenset(name.split(".", 1)[0].replace("::", ".") for name in names)
 
 
-_backends: Any = torch.backends
+def named_modules(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """Return `module.named_modules()` as a list, with the types that torch leaves out."""
+    return list(module.named_modules())
 
 
 def numerics() -> tuple[Any, ...]:

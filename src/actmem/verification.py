@@ -138,7 +138,11 @@ def _first_difference(plain: _Outcome, managed: _Outcome) -> str | None:
         for name in a | b:
             x, y = a.get(name), b.get(name)
             if not _same(x, y):
-                by = "" if x is None or y is None or x.shape != y.shape else f", largest difference {float((x.double() - y.double()).abs().max())!r}"
+                by = (
+                    ""
+                    if x is None or y is None or x.shape != y.shape
+                    else f", largest difference {float((x.double() - y.double()).abs().max())!r}"
+                )
                 return f"{what.removesuffix('s')} of {name}{by}"
     for name in plain.tree | managed.tree:
         if plain.tree.get(name) != managed.tree.get(name):

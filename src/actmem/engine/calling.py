@@ -10,43 +10,54 @@ from __future__ import annotations
 
 import copyreg
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
+from actmem.engine.cutting import Cut, smallest_cut
 from actmem.engine.deciding import Verdicts
 from actmem.engine.observing import Observation
 from actmem.engine.replay import unpack
 from actmem.engine.tape import Tape
 from actmem.errors import UnsupportedError
-from actmem.torchcompat import functorch_transform
+from actmem.torchcompat import functorch_transform, named_modules
 
-__all__ = ["Script", "applied_script", "install", "uninstall"]
+__all__ = ["Script", "applied_script", "install", "storages_of", "uninstall"]
 
 
 class Script:
     """What to do when one applied block is called."""
 
-    def __init__(self, path: str, verdicts: Verdicts, *, num_checked: int = 1, observed: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        verdicts: Verdicts,
+        *,
+        cuts: dict[Any, Cut | None],
+        observed: Callable[[], None],
+        state: Callable[[], frozenset[int]],
+    ) -> None:
         self.path = path
-        self._observed = observed
-        """Called after each observed forward."""
         self.verdicts = verdicts
-        self.num_checked = num_checked
+        self.num_checked = 1
         """How many of the next calls are observed, and check each replay against a checksum."""
-        self.num_calls = 0
         self.num_idle_calls = 0
         """Calls with gradients on that were left alone because the block was in eval mode."""
         self.observation: Observation | None = None
         """The latest call that was observed."""
         self.active = True
+        self._observed = observed
+        """Called after each observed forward."""
+        self._state = state
+        """Returns the storages of the model's parameters and buffers."""
+        self._cuts = cuts
+        """The smallest cuts of the programs seen so far, shared by all blocks."""
+        self._cut: Cut | None = None
         self._trainable: frozenset[int] | None = None
-        self._storages: list[Any] = []
+        self._nested: frozenset[int] = frozenset()
 
     def run(self, block: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the block's own forward, under a tape if this call needs one."""
@@ -55,43 +66,37 @@ class Script:
         if not block.training:
             self.num_idle_calls += 1
             return forward(block, *args, **kwargs)
-        checking = self.num_checked > 0
-        if not checking and self.verdicts.keeps_everything:
+        if not self.num_checked and self.verdicts.keeps_everything:
             return forward(block, *args, **kwargs)
         inputs = list(_tensors((args, kwargs)))
         if not any(t.requires_grad for t in inputs) and not any(p.requires_grad for p in block.parameters()):
             return forward(block, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            raise UnsupportedError(
-                f"{self.path} is being compiled by torch.compile, and the tape records eager operators only. Compile functions inside "
-                "the block, or call applied.remove() before compiling."
-            )
-        self._refuse_functorch()
-        self.num_calls += 1
-        if checking:
-            self.num_checked -= 1
-            self.observation = Observation()
-        nested = _fsdp_units(block) if self._trainable is None or checking else self._nested
-        self._nested = nested
-        out = self._record(block, forward, args, kwargs, inputs, nested, checking)
-        if checking and self._observed is not None:
-            self._observed()
+        self._refuse()
+        if not self.num_checked:
+            return self._record(block, forward, args, kwargs, inputs, None)
+        self.num_checked -= 1
+        self._nested = _fsdp_units(block)
+        self.observation = Observation(self._state())
+        out = self._record(block, forward, args, kwargs, inputs, self.observation)
+        self._cut_program(self.observation)
+        self._observed()
         return out
 
     def _record(
-        self, block: nn.Module, forward: Any, args: Any, kwargs: Any, inputs: list[Tensor], nested: frozenset[int], checking: bool
+        self, block: nn.Module, forward: Any, args: Any, kwargs: Any, inputs: list[Tensor], observation: Observation | None
     ) -> Any:
         tape = Tape(
             self.verdicts,
-            self.observation if checking else None,
-            checking=checking,
+            observation,
+            checking=observation is not None,
             trainable=self._trainable_storages(block),
-            inputs=_storages(inputs),
+            inputs=storages_of(inputs),
+            cut=self._cut,
         )
         try:
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
-                if checking or nested or self.verdicts.follows_modules:
-                    with _followed(tape, block, nested), tape:
+                if observation is not None or self._nested or self.verdicts.follows_modules:
+                    with _Following(tape, block, self._nested), tape:
                         return forward(block, *args, **kwargs)
                 with tape:
                     return forward(block, *args, **kwargs)
@@ -102,17 +107,29 @@ class Script:
         finally:
             tape.close()
 
-    _nested: frozenset[int] = frozenset()
+    def _cut_program(self, observation: Observation) -> None:
+        """Find the smallest cut of what ran. If there is one, the next call is observed too: it will hold less."""
+        if self._cut is None:
+            key = observation.signature()
+            if key not in self._cuts:
+                self._cuts[key] = smallest_cut(observation.rows, observation.funcs)
+            self._cut = self._cuts[key]
+            if self._cut is not None:
+                self.num_checked = max(self.num_checked, 1)
+        observation.forget_program()
 
-    def _refuse_functorch(self) -> None:
+    def _refuse(self) -> None:
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(
+                f"{self.path} is being compiled by torch.compile, and the tape records eager operators only. Compile "
+                "functions inside the block, or call applied.remove() before compiling."
+            )
         if functorch_transform() == "Grad":
             raise UnsupportedError(_functorch_message(self.path, "around"))
 
     def _trainable_storages(self, block: nn.Module) -> frozenset[int]:
-        """Return the storages of the block's trainable parameters, held so that their identities stay theirs."""
         if self._trainable is None:
-            self._storages = [weakref.ref(p.untyped_storage()) for p in block.parameters() if p.requires_grad and type(p.data) is Tensor]
-            self._trainable = frozenset(s._cdata for r in self._storages if (s := r()) is not None)
+            self._trainable = frozenset(storages_of([p for p in block.parameters() if p.requires_grad]))
         return self._trainable
 
 
@@ -173,35 +190,41 @@ def uninstall(block: nn.Module) -> None:
 _current = threading.local()
 
 
-@contextmanager
-def _followed(tape: Tape, block: nn.Module, nested: frozenset[int]) -> Iterator[None]:
-    """Keep `tape.address` at the path of the module that runs."""
-    paths = {id(m): name for name, m in block.named_modules()}
-    stack: list[str] = []
+class _Following:
+    """Keep `tape.address` at the path of the module that runs, while entered."""
 
-    def before(module: nn.Module, _: Any) -> None:
-        if getattr(_current, "tape", None) is tape:
-            stack.append(tape.address)
-            tape.address = paths.get(id(module), tape.address)
+    def __init__(self, tape: Tape, block: nn.Module, nested: frozenset[int]) -> None:
+        self._tape = tape
+        self._paths = {id(m): name for name, m in named_modules(block)}
+        self._nested = nested
+        self._stack: list[str] = []
+        self._handles: list[Any] = []
+        self._outer: Tape | None = None
 
-    def after(module: nn.Module, _: Any, out: Any) -> None:
-        if getattr(_current, "tape", None) is tape and stack:
-            if id(module) in nested:
-                tape.keep_outputs(out)
-            tape.address = stack.pop()
+    def __enter__(self) -> None:
+        self._outer = getattr(_current, "tape", None)
+        _current.tape = self._tape
+        self._handles = [
+            module_hooks.register_module_forward_pre_hook(self._before),
+            module_hooks.register_module_forward_hook(self._after, always_call=True),
+        ]
 
-    outer = getattr(_current, "tape", None)
-    _current.tape = tape
-    handles = [
-        module_hooks.register_module_forward_pre_hook(before),
-        module_hooks.register_module_forward_hook(after, always_call=True),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
             handle.remove()
-        _current.tape = outer
+        self._handles.clear()
+        _current.tape = self._outer
+
+    def _before(self, module: nn.Module, _: Any) -> None:
+        if getattr(_current, "tape", None) is self._tape:  # hooks are global; other threads run modules too
+            self._stack.append(self._tape.address)
+            self._tape.address = self._paths.get(id(module), self._tape.address)
+
+    def _after(self, module: nn.Module, _: Any, out: Any) -> None:
+        if getattr(_current, "tape", None) is self._tape and self._stack:
+            if id(module) in self._nested:
+                self._tape.keep_outputs(out)
+            self._tape.address = self._stack.pop()
 
 
 def _fsdp_units(block: nn.Module) -> frozenset[int]:
@@ -209,11 +232,14 @@ def _fsdp_units(block: nn.Module) -> frozenset[int]:
     fsdp: Any = getattr(torch.distributed, "fsdp", None)
     if fsdp is None:
         return frozenset()
-    kinds = tuple(k for k in (getattr(fsdp, "FSDPModule", None), getattr(fsdp, "FullyShardedDataParallel", None)) if k is not None)
+    kinds = tuple(
+        k for k in (getattr(fsdp, "FSDPModule", None), getattr(fsdp, "FullyShardedDataParallel", None)) if k is not None
+    )
     return frozenset(id(m) for m in block.modules() if m is not block and isinstance(m, kinds))
 
 
-def _storages(tensors: list[Tensor]) -> set[int]:
+def storages_of(tensors: list[Tensor]) -> set[int]:
+    """Return the identities of the storages on which the tensors lie."""
     found: set[int] = set()
     for t in tensors:
         try:

@@ -23,7 +23,8 @@ __all__ = ["Verdicts", "resolve"]
 class _Resolved:
     """A rule as it stands in one block: the layer question answered, modules listed by path."""
 
-    keep: bool
+    why: str
+    """"save" to keep, "" to recompute."""
     op: str | None
     modules: frozenset[str] | None
     nth: Slices | None
@@ -43,8 +44,8 @@ class Verdicts:
         self._attention = attention
         """Paths of the attention modules: where attention runs unfused, it is found there."""
         self._asks_attention = any(r.op == "attention" for r in rules)
-        self.known: dict[Any, bool] = {}
-        """Operator -> keep, for operators whose decision never depends on anything else."""
+        self.known: dict[Any, str] = {}
+        """Operator -> "save" or "" (recompute), for operators whose decision never depends on anything else."""
         self._asked: set[Any] = set()
         self.matched: set[int] = set()
         """Indices of the plan's rules that decided at least one operator."""
@@ -59,13 +60,13 @@ class Verdicts:
     @property
     def keeps_everything(self) -> bool:
         """Tell whether no rule that can match here recomputes."""
-        return all(r.keep for r in self._rules)
+        return all(r.why for r in self._rules)
 
     def new_counts(self) -> dict[Any, int]:
         """Return the counters of one block call."""
         return {}
 
-    def _settled(self, operator: Operator) -> bool | None:
+    def _settled(self, operator: Operator) -> str | None:
         """Return the decision for an operator if it depends on nothing else, or None."""
         for rule in self._rules:
             matches = self._matches(rule, operator)
@@ -74,15 +75,15 @@ class Verdicts:
             if matches is None or not rule.static:
                 return None
             self.matched.add(rule.index)
-            return rule.keep
+            return rule.why
         raise AssertionError("a plan ends with a rule without selectors")
 
-    def decide(self, operator: Operator, address: str, counts: dict[Any, int], out: Any) -> bool:
-        """Return True to keep what this call makes, False to recompute it. What never changes is noted in `known`."""
-        if operator.func not in self._asked:
-            self._asked.add(operator.func)
+    def decide(self, operator: Operator, address: str, counts: dict[Any, int], out: Any) -> str:
+        """Return "save" to keep what this call makes, "" to recompute it. What never changes is noted in `known`."""
+        if operator.name not in self._asked:
+            self._asked.add(operator.name)
             verdict = self._settled(operator)
-            if verdict is not None:
+            if verdict is not None and not operator.declared:
                 self.known[operator.func] = verdict
                 return verdict
         second = self._second_product(operator, address, counts)
@@ -100,7 +101,7 @@ class Verdicts:
                 if not rule.nth.contains(count, None):
                     continue
             self.matched.add(rule.index)
-            return rule.keep
+            return rule.why
         raise AssertionError("a plan ends with a rule without selectors")
 
     def _matches(self, rule: _Resolved, operator: Operator) -> bool | None:
@@ -150,7 +151,7 @@ def resolve(
         if where is not None and not where:
             continue
         nth = None if rule.nth is None else Slices.parse(rule.nth)
-        resolved.append(_Resolved(rule.decision != "recompute", rule.op, where, nth, rule.min_bytes, index))
+        resolved.append(_Resolved("" if rule.decision == "recompute" else "save", rule.op, where, nth, rule.min_bytes, index))
         if resolved[-1].op is None and resolved[-1].static:
             break
     return Verdicts(tuple(resolved), frozenset(roles.get("attention", ())))

@@ -16,14 +16,28 @@ __all__ = ["Observation", "Row"]
 class Row:
     """One value: where it was made, how large it is, and what became of it."""
 
-    __slots__ = ("dtype", "held", "kind", "module", "num_bytes", "op", "replayed", "saved", "shape", "why")
+    __slots__ = (
+        "dtype",
+        "held",
+        "index",
+        "kind",
+        "module",
+        "num_bytes",
+        "op",
+        "overwritten",
+        "parents",
+        "replayed",
+        "saved",
+        "shape",
+        "why",
+    )
 
     def __init__(self, module: str, op: str, kind: str, tensor: torch.Tensor, num_bytes: int, why: str | None) -> None:
         self.module = module
         """Path of the module inside the block; "" is the block's own forward."""
         self.op = op
         self.kind = kind
-        """"made" by an operator, or "parameter" or "input"."""
+        """"made" by an operator, a parameter or buffer ("state"), or any other "input"."""
         self.shape = tuple(tensor.shape)
         self.dtype = str(tensor.dtype).removeprefix("torch.")
         self.num_bytes = num_bytes
@@ -34,6 +48,12 @@ class Row:
         self.held = False
         """It was alive after the forward pass."""
         self.replayed = 0
+        self.index = -1
+        """Position of its operator in the block call; -1 if it came from outside."""
+        self.overwritten = False
+        """A later operator wrote on its storage."""
+        self.parents: tuple[Row, ...] = ()
+        """The values that a replay of its operator reads."""
 
     def __str__(self) -> str:
         where = f"{self.module or 'the block'} " if self.kind == "made" else ""
@@ -43,20 +63,29 @@ class Row:
 class Observation:
     """The rows of one block call."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: frozenset[int]) -> None:
+        self._state = state
+        """Storages of the model's parameters and buffers, which are alive whatever the tape holds."""
         self.rows: list[Row] = []
+        self.funcs: list[Any] = []
+        """The operators of the call, in order, without views."""
         self._held: list[tuple[weakref.ref[Value], Row]] = []
+
+    def begin(self, func: Any) -> None:
+        """Note that an operator ran."""
+        self.funcs.append(func)
 
     def made(self, value: Value, operator: Operator, module: str, tensor: torch.Tensor) -> None:
         """Note a value that an operator made."""
         row = Row(module, operator.name, "made", tensor, tensor.untyped_storage().nbytes(), value.why)
+        row.index = len(self.funcs) - 1
+        if value.node is not None:
+            row.parents = tuple(ref[2].row for ref in value.node.refs if ref[2] is not None and ref[2].row is not None)
         self._add(value, row)
 
     def given(self, value: Value, tensor: torch.Tensor, num_bytes: int) -> None:
         """Note a value that came from outside."""
-        origin: Any = tensor if tensor._base is None else tensor._base
-        parameter = isinstance(origin, torch.nn.Parameter) or (origin.is_leaf and origin.requires_grad)
-        kind = "parameter" if parameter else "input"
+        kind = "state" if tensor.untyped_storage()._cdata in self._state else "input"
         self._add(value, Row("", kind, kind, tensor, num_bytes, value.why))
 
     def _add(self, value: Value, row: Row) -> None:
@@ -77,3 +106,13 @@ class Observation:
             if row.held and value is not None and row.why is None:
                 row.why = value.why
         self._held.clear()
+
+    def signature(self) -> Any:
+        """Return what is equal for calls that ran the same program on values of the same size."""
+        return tuple(self.funcs), tuple((r.num_bytes, r.why, r.saved, r.held) for r in self.rows)
+
+    def forget_program(self) -> None:
+        """Keep the rows, and let go of how they hang together."""
+        self.funcs.clear()
+        for row in self.rows:
+            row.parents = ()

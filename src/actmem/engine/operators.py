@@ -41,31 +41,100 @@ REASONS: dict[str, str] = {
     "parameter": "reads a trainable parameter without differentiating through it; an optimizer that steps inside backward would change it",
     "generator": "random, and the state of its generator cannot be read",
     "barrier": "fewer bytes than the never-replayed values that a replay would need",
+    "cut": "one of the fewest bytes that part what is never replayed from what autograd saves",
     "unit": "output of a nested FSDP unit, whose parameters are gone when it would be replayed",
 }
 
 _TRUSTED = frozenset({"aten", "prims"})
-_COLLECTIVE = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "fsdp"})
-_UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "resize"})
+_COLLECTIVE = frozenset(
+    {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "fsdp"}
+)
+_UNINITIALISED = frozenset(
+    {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "resize"}
+)
 _CONSTANT = frozenset(
-    {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_", "fill", "zero"}
+    {
+        "zeros",
+        "ones",
+        "full",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "zero_",
+        "fill_",
+        "fill",
+        "zero",
+    }
     | {"scalar_tensor", "_efficientzerotensor"}
 )
-_ROUTING = frozenset({"topk", "sort", "argsort", "msort", "kthvalue", "mode", "_unique", "_unique2", "unique_dim", "unique_consecutive"})
+_ROUTING = frozenset(
+    {"topk", "sort", "argsort", "msort", "kthvalue", "mode", "_unique", "_unique2", "unique_dim", "unique_consecutive"}
+)
 _RECURRENT = frozenset(
-    {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_lstm_mps", "lstm", "gru", "rnn_tanh", "rnn_relu", "quantized_lstm", "quantized_gru"}
+    {
+        "mkldnn_rnn_layer",
+        "_cudnn_rnn",
+        "miopen_rnn",
+        "_lstm_mps",
+        "lstm",
+        "gru",
+        "rnn_tanh",
+        "rnn_relu",
+        "quantized_lstm",
+        "quantized_gru",
+    }
 )
 _UNREPEATABLE = frozenset({"_ctc_loss", "linalg_lstsq"})
-_ACCUMULATING = frozenset({"index_put", "index_put_", "_index_put_impl_", "_index_put_impl", "_unsafe_index_put", "put", "put_"})
+_ACCUMULATING = frozenset(
+    {"index_put", "index_put_", "_index_put_impl_", "_index_put_impl", "_unsafe_index_put", "put", "put_"}
+)
 _UNREPEATABLE_ON_ACCELERATOR = frozenset(
-    {"index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "scatter", "scatter_", "index_copy", "index_copy_"}
-    | {"cumsum", "cumsum_", "histc", "bincount", "median", "nanmedian", "max_unpool2d", "max_unpool3d", "_embedding_bag", "put", "put_"}
+    {
+        "index_add",
+        "index_add_",
+        "scatter_add",
+        "scatter_add_",
+        "scatter_reduce",
+        "scatter_reduce_",
+        "scatter",
+        "scatter_",
+        "index_copy",
+        "index_copy_",
+    }
+    | {
+        "cumsum",
+        "cumsum_",
+        "histc",
+        "bincount",
+        "median",
+        "nanmedian",
+        "max_unpool2d",
+        "max_unpool3d",
+        "_embedding_bag",
+        "put",
+        "put_",
+    }
     | {"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
 )
 """Operators that torch documents as nondeterministic on an accelerator."""
 
 _OVERWRITES = frozenset(
-    {"copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_", "cauchy_", "geometric_", "log_normal_"}
+    {
+        "copy_",
+        "fill_",
+        "zero_",
+        "bernoulli_",
+        "normal_",
+        "uniform_",
+        "random_",
+        "exponential_",
+        "cauchy_",
+        "geometric_",
+        "log_normal_",
+    }
     | {"rrelu_with_noise", "rrelu_with_noise_"}
 )
 """In-place operators that write every element of what they write, and read none of it. (`out=` forms are found by their schema.)"""
@@ -80,7 +149,9 @@ UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
 }
 """Arguments that an operator writes although its schema does not say so."""
 
-_NUMERICS = GROUPS["matmul"] | GROUPS["batched_matmul"] | GROUPS["grouped_matmul"] | GROUPS["convolution"] | GROUPS["attention"]
+_NUMERICS = (
+    GROUPS["matmul"] | GROUPS["batched_matmul"] | GROUPS["grouped_matmul"] | GROUPS["convolution"] | GROUPS["attention"]
+)
 
 
 class Operator:
@@ -88,6 +159,7 @@ class Operator:
 
     __slots__ = (
         "accumulate",
+        "declared",
         "dropout",
         "fresh",
         "func",
@@ -106,8 +178,10 @@ class Operator:
         "writes",
     )
 
-    def __init__(self, func: Any) -> None:
+    def __init__(self, func: Any, declared: str | None = None) -> None:
         self.func = func
+        self.declared = declared is not None
+        """A Python function that was declared pure, by `actmem.replayable`."""
         self.view: bool | int = False
         """Computes nothing: every output lies on the storage of an input. 2 if it also sets the conj or neg bit."""
         self.fresh = True
@@ -131,8 +205,20 @@ class Operator:
         """May copy between devices."""
         self.numerics = False
         """Its bits depend on the flags of `torchcompat.numerics`."""
-        self._read_schema()
-        self.plain = not (self.view or self.writes or self.never or self.random or self.accumulate or self.transfers or self.on_accelerator)
+        if declared is None:
+            self._read_schema()
+        else:  # by actmem.replayable: pure on its author's word
+            self.packet = self.name = f"replayable.{declared}"
+            self.overload = ""
+        self.plain = not (
+            self.view
+            or self.writes
+            or self.never
+            or self.random
+            or self.accumulate
+            or self.transfers
+            or self.on_accelerator
+        )
         """Pure, deterministic, replayable whatever its arguments: the short way through the tape."""
 
     def _read_schema(self) -> None:
@@ -157,7 +243,11 @@ class Operator:
         if namespace in _COLLECTIVE:
             # Their schemas do not say what they write: everything they are given.
             self.never = "collective"
-            self.writes = tuple((i, a.name) for i, a in enumerate(schema.arguments) if "Tensor" in str(a.type)) if namespace == "c10d" else declared
+            self.writes = (
+                tuple((i, a.name) for i, a in enumerate(schema.arguments) if "Tensor" in str(a.type))
+                if namespace == "c10d"
+                else declared
+            )
             return
         if namespace not in _TRUSTED:
             self.never = "opaque"
@@ -173,7 +263,9 @@ class Operator:
             return
         self.writes = declared
         self.fresh = any(r.alias_info is None for r in schema.returns)
-        self.overwrites = bool(declared) and (base in _OVERWRITES or all(schema.arguments[i].is_out for i, _ in declared))
+        self.overwrites = bool(declared) and (
+            base in _OVERWRITES or all(schema.arguments[i].is_out for i, _ in declared)
+        )
         self.never = self._reason(base)
         self.random = torch.Tag.nondeterministic_seeded in self.func.tags
         self.seeded = arguments.get("generator")

@@ -47,10 +47,16 @@ def unpack(packed: Any) -> Tensor:
         base = _held(value)
         with below_autograd():
             tensor = see(base, packed.size, packed.stride, packed.offset, packed.dtype, packed.bits)
-            if sys.getrefcount(value) > 3 and isinstance(current_autograd_node(), BackwardCFunction) and not isinstance(base, Parameter):
+            if (
+                sys.getrefcount(value) > 3
+                and isinstance(current_autograd_node(), BackwardCFunction)
+                and not isinstance(base, Parameter)
+            ):
                 # A kernel behind a Python Function may write into what it is given, as some do to save memory.
                 storage = tensor.untyped_storage().clone()
-                tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, packed.offset, packed.size, packed.stride)
+                tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+                    storage, packed.offset, packed.size, packed.stride
+                )
         if packed.checksum is not None:
             if checksum(tensor) != packed.checksum:
                 raise SelfCheckError(_mismatch(packed))
@@ -62,7 +68,9 @@ def _unpack_other(packed: Any) -> Tensor:
     if type(packed) is Boxed:
         return packed.unpack(packed.packed)
     if type(packed) is Flattened:
-        inner = {n: unpack(x) if isinstance(x, (Handle, Flattened, Boxed, Tensor)) else x for n, x in packed.inner.items()}
+        inner = {
+            n: unpack(x) if isinstance(x, (Handle, Flattened, Boxed, Tensor)) else x for n, x in packed.inner.items()
+        }
         kind: Any = packed.kind
         return kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
     return packed
@@ -75,7 +83,7 @@ def _held(value: Value) -> Tensor:
         return base.unpack(base.packed) if type(base) is Boxed else base
     if base._version != value.version:
         raise VersionError(_changed(value))
-    if value.num_bytes and base.untyped_storage().nbytes() < value.num_bytes and value.why != "save":
+    if value.num_bytes and base.untyped_storage().nbytes() < value.num_bytes:
         raise FreedStorageError(_freed(value))
     return base
 
@@ -114,7 +122,9 @@ def _order(value: Value) -> list[tuple[Value, Node]]:
             if parent is not None and parent.held is None:
                 node = parent.node
                 if node is None:
-                    raise ReplayError(f"nothing holds {_name(parent)}, which a replay needs. This is a defect of actmem: please report it.")
+                    raise ReplayError(
+                        f"nothing holds {_name(parent)}, which a replay needs. This is a defect of actmem: please report it."
+                    )
                 if id(node) not in seen:
                     seen.add(id(node))
                     stack.append((parent, iter(node.refs)))
@@ -198,7 +208,9 @@ def _writable(base: Tensor, value: Value) -> Tensor:
     if value.own and sys.getrefcount(value) <= 4:
         return base
     storage = base.untyped_storage().clone()
-    return torch.empty(0, dtype=base.dtype, device=base.device).set_(storage, base.storage_offset(), base.size(), base.stride())
+    return torch.empty(0, dtype=base.dtype, device=base.device).set_(
+        storage, base.storage_offset(), base.size(), base.stride()
+    )
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -29,10 +29,11 @@ from torch.nn import Parameter
 from actmem.engine import barriers
 from actmem.engine.checksum import checksum
 from actmem.engine.coverage import Coverage
+from actmem.engine.cutting import Cut
 from actmem.engine.deciding import Verdicts
 from actmem.engine.observing import Observation
 from actmem.engine.operators import Operator, describe
-from actmem.engine.values import UNCHECKED, Boxed, Node, Value, geometry
+from actmem.engine.values import KEPT, UNCHECKED, Boxed, Node, Value, geometry
 from actmem.torchcompat import (
     TorchDispatchMode,
     alias,
@@ -84,7 +85,14 @@ class Tape(TorchDispatchMode):
         return True
 
     def __init__(
-        self, verdicts: Verdicts, observation: Observation | None, *, checking: bool, trainable: frozenset[int], inputs: set[int]
+        self,
+        verdicts: Verdicts,
+        observation: Observation | None,
+        *,
+        checking: bool,
+        trainable: frozenset[int],
+        inputs: set[int],
+        cut: Cut | None = None,
     ) -> None:
         super().__init__()
         self.lock = threading.RLock()
@@ -103,12 +111,20 @@ class Tape(TorchDispatchMode):
         """Storages of the block's arguments: they count as held. Others with a history come from work that the tape cannot see."""
         self._outer = outer_hooks()
         self._provisional: list[Value] = []
+        self._reserve: list[Tensor] = []
+        """Constants that a recorded operator read, such as the ones that a mask is cut from: kept from dying until the forward is over."""
         self._bits = False
-        self._paused = False
+        self.paused = False
+        """Operators run unrecorded: they belong to a call that is recorded as a whole, or to the self-check."""
+        self._cut = cut
+        self._index = 0
+        self._numbered = cut is not None or observation is not None
 
     # ---------------------------------------------------------------- recording
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Run an operator, and write down what is needed to run it again."""
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper subclass: the operators beneath it come here next
@@ -119,7 +135,7 @@ class Tape(TorchDispatchMode):
             if operator.view is not True:
                 self._bits = True
             return func(*args, **kwargs) if kwargs else func(*args)
-        if self._paused:
+        if self.paused:
             return func(*args, **kwargs) if kwargs else func(*args)
         if not operator.plain:
             return self._record_special(operator, args, kwargs or {})
@@ -127,8 +143,10 @@ class Tape(TorchDispatchMode):
         keep = self._known.get(func)
         if keep is None:
             keep = self._verdicts.decide(operator, self.address, self._counts, out)
+        if self._numbered and self._in_cut(func):
+            keep = "cut"
         if type(out) is not Tensor:
-            self._record_outputs(operator, None if keep else self._node(operator, args, kwargs), out, "save")
+            self._record_outputs(operator, None if keep else self._node(operator, args, kwargs), out, keep)
             return out
         try:
             storage = out.untyped_storage()
@@ -140,7 +158,7 @@ class Tape(TorchDispatchMode):
         if value is not None and value.storage() is storage:
             return out  # a view, whatever the schema says
         if keep:
-            values[key] = value = Value(_ref(storage), None, 0, "save")
+            values[key] = value = Value(_ref(storage), None, 0, keep)
         else:
             refs: list[tuple[Any, ...]] = []
             plain = list(args)
@@ -176,6 +194,20 @@ class Tape(TorchDispatchMode):
             self._observation.made(value, operator, self.address, out)
         return out
 
+    def _in_cut(self, func: Any) -> bool:
+        """Count an operator, and tell whether what it makes belongs to the smallest cut."""
+        if self._observation is not None:
+            self._observation.begin(func)
+        cut = self._cut
+        if cut is None:
+            return False
+        index = self._index
+        self._index = index + 1
+        if index >= len(cut.funcs) or cut.funcs[index] != func:
+            self._cut = None  # another program than the one that was cut: settle each debt as it comes
+            return False
+        return index in cut.hold
+
     def _record_special(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator that writes, draws, or is never replayed."""
         func = operator.func
@@ -184,6 +216,8 @@ class Tape(TorchDispatchMode):
         if keep is None:
             keep = self._verdicts.decide(operator, self.address, self._counts, written[0][2] if written else None)
         forbidden = operator.forbids(args, kwargs, next(_tensors(args), None))
+        if self._numbered and self._in_cut(func):
+            keep, forbidden = "cut", None
         draws = forbidden is None and operator.draws(args, kwargs)
         state = None
         if draws:
@@ -191,12 +225,23 @@ class Tape(TorchDispatchMode):
             if state is None:
                 forbidden = "generator"
         old = [self._lookup(t) for _, _, t in written]
-        whole = [operator.overwrites and t.numel() * t.element_size() == t.untyped_storage().nbytes() for _, _, t in written]
+        whole = [
+            operator.overwrites and t.numel() * t.element_size() == t.untyped_storage().nbytes() for _, _, t in written
+        ]
         # Why the new version of each written storage cannot be made by this node; None if it can.
-        fates = [forbidden or ("save" if keep else None) or _inherited(v, entire) for v, entire in zip(old, whole, strict=True)]
-        coverage = self._coverage(operator, written, old) if forbidden is None and not keep and fates == ["uninitialised"] else None
+        fates = [
+            forbidden or keep or _inherited(v, entire)
+            for v, entire in zip(old, whole, strict=True)
+        ]
+        coverage = (
+            self._coverage(operator, written, old)
+            if forbidden is None and not keep and fates == ["uninitialised"]
+            else None
+        )
         node = None
-        if (forbidden is None and not keep and (operator.fresh or None in fates or coverage)) or forbidden == "uninitialised":
+        if (
+            forbidden is None and not keep and (operator.fresh or None in fates or coverage)
+        ) or forbidden == "uninitialised":
             node = self._node(operator, args, kwargs)
             node.state = state
             if written:
@@ -204,6 +249,8 @@ class Tape(TorchDispatchMode):
         while old:
             v = old.pop()
             if v is not None:
+                if v.row is not None:
+                    v.row.overwritten = True
                 self._values.pop(v.storage()._cdata, None)
                 _preserve(v)
         out = func(*args, **kwargs)
@@ -223,11 +270,35 @@ class Tape(TorchDispatchMode):
             return out
         if forbidden is not None:
             node = None
-        self._record_outputs(operator, node, out, forbidden or "save", made)
+        self._record_outputs(operator, node, out, forbidden or keep, made)
+        return out
+
+    def record_call(self, operator: Operator, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a declared function, and record it as one operator, whose replay runs `operator.func`."""
+        generators = [torch.default_generator]
+        first = next(_tensors(_flat((args, kwargs))), None)
+        if first is not None and first.device.type != "cpu":
+            generators = [g for g in (operator.generator((), {}, first.device),) if g is not None]
+        states = [(g, g.get_state()) for g in generators]
+        self.paused = True
+        try:
+            out = call(*args, **kwargs)
+        finally:
+            self.paused = False
+        keep = self._verdicts.decide(operator, self.address, self._counts, out)
+        if self._numbered and self._in_cut(operator.name):
+            keep = "cut"
+        node = None
+        if not keep:
+            node = self._node(operator, args, kwargs)
+            node.state = next(((g, s) for g, s in states if not torch.equal(s, g.get_state())), None)
+        self._record_outputs(operator, node, out, keep)
         return out
 
     @staticmethod
-    def _coverage(operator: Operator, written: list[tuple[int | str, int, Tensor]], old: list[Value | None]) -> Coverage | None:
+    def _coverage(
+        operator: Operator, written: list[tuple[int | str, int, Tensor]], old: list[Value | None]
+    ) -> Coverage | None:
         """Return what will have been written of a storage that was born uninitialised, if that can be told."""
         value = old[0]
         if not operator.overwrites or value is None or value.coverage is None or value.held is not None:
@@ -243,7 +314,12 @@ class Tape(TorchDispatchMode):
         self._remember(value, storage, out, operator, None)
 
     def _record_outputs(
-        self, operator: Operator, node: Node | None, out: Any, why: str, made: list[tuple[int, weakref.ref[Value]]] | None = None
+        self,
+        operator: Operator,
+        node: Node | None,
+        out: Any,
+        why: str,
+        made: list[tuple[int, weakref.ref[Value]]] | None = None,
     ) -> None:
         """Make a value of each output tensor that is no view of something known."""
         made = made or []
@@ -264,7 +340,7 @@ class Tape(TorchDispatchMode):
     def _remember(self, value: Value, storage: Any, tensor: Tensor, operator: Operator, node: Node | None) -> None:
         if value.node is not None and node is not None:
             value.debts = self._debts(node)
-        elif value.why != "save":
+        elif value.why not in KEPT:
             value.tensor = _ref(tensor)
             value.num_bytes = storage.nbytes()
         self._values[storage._cdata] = value
@@ -331,7 +407,9 @@ class Tape(TorchDispatchMode):
                 plain[j] = None
         return plain, debts
 
-    def _refer_kwargs(self, kwargs: dict[str, Any], refs: list[tuple[Any, ...]], debts: Any) -> tuple[dict[str, Any], Any]:
+    def _refer_kwargs(
+        self, kwargs: dict[str, Any], refs: list[tuple[Any, ...]], debts: Any
+    ) -> tuple[dict[str, Any], Any]:
         plain = dict(kwargs)
         for name, x in kwargs.items():
             if isinstance(x, Tensor):
@@ -353,8 +431,11 @@ class Tape(TorchDispatchMode):
         if value is None or value.storage() is not storage:
             return self._external(a, storage)
         if value.held is None:
-            if value.why == "save" or (value.num_bytes <= barriers.TRIFLE_BYTES and value.coverage is None):
+            if value.why in KEPT or (value.num_bytes <= barriers.TRIFLE_BYTES and value.coverage is None):
                 self._hold(value, a, alias_in_handler)
+            elif value.why == "constant":
+                self._reserve.append(spare := alias_in_handler(a))
+                value.tensor = _ref(spare)
         elif value.version != UNCHECKED and value.held._version != value.version:
             # Written by code that the tape did not see. Whoever holds the older version will be told when it is read.
             return self._external(a, storage)
@@ -443,11 +524,11 @@ class Tape(TorchDispatchMode):
         if self._observation is not None:
             self._observation.saved(value)
         if self._checking and value.held is None:
-            self._paused = True
+            self.paused = True
             try:
                 handle.checksum = checksum(tensor)
             finally:
-                self._paused = False
+                self.paused = False
         return handle
 
     def _pack_external(self, tensor: Tensor, storage: Any) -> Value:
@@ -485,6 +566,7 @@ class Tape(TorchDispatchMode):
         """Forget everything that no handle can reach. The tape records nothing after this."""
         self._values.clear()
         self._provisional.clear()
+        self._reserve.clear()
         self._outer = None
         if self._observation is not None:
             self._observation.settle()
@@ -508,7 +590,11 @@ def _promote(value: Value) -> None:
     while current is not None and current.pending is not None:
         node, current.pending = current.pending, None
         current.node, current.why, current.coverage, current.tensor = node, None, None, None
-        reads = [ref[2] for ref in node.refs if ref[2] is not None and ref[2].storage is not None and ref[2].pending is not None]
+        reads = [
+            ref[2]
+            for ref in node.refs
+            if ref[2] is not None and ref[2].storage is not None and ref[2].pending is not None
+        ]
         current = next((v for v in reads if v.storage() is value.storage()), None)
 
 
@@ -525,7 +611,9 @@ def _preserve(value: Value) -> None:
     held = value.held
     base = held.unpack(held.packed) if type(held) is Boxed else held
     storage = base.untyped_storage().clone()
-    value.held = torch.empty(0, dtype=base.dtype, device=base.device).set_(storage, base.storage_offset(), base.size(), base.stride())
+    value.held = torch.empty(0, dtype=base.dtype, device=base.device).set_(
+        storage, base.storage_offset(), base.size(), base.stride()
+    )
     value.version = UNCHECKED
 
 
@@ -539,7 +627,9 @@ def _base_of(tensor: Tensor, make_alias: Any) -> Tensor:
     return base
 
 
-def _generator_state(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Generator, Tensor] | None:
+def _generator_state(
+    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Generator, Tensor] | None:
     first = next(_tensors(_flat(args)), None)
     device = first.device if first is not None else torch.device(kwargs.get("device") or torch.get_default_device())
     generator = operator.generator(args, kwargs, device)
@@ -551,7 +641,9 @@ def _generator_state(operator: Operator, args: tuple[Any, ...], kwargs: dict[str
         return None
 
 
-def _written(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[int | str, int, Tensor]]:
+def _written(
+    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterable[tuple[int | str, int, Tensor]]:
     for position, name in operator.writes:
         where: int | str = position if position < len(args) else name
         x = args[position] if position < len(args) else kwargs.get(name)

@@ -10,7 +10,7 @@ A value is in one of four states:
 
     held           `held` is a tensor on the right bytes: an input, something kept, or something replayed already
     recorded       `node` can make it again
-    kept           neither, `why` is "save": the plan keeps it; it becomes held as soon as anything refers to it
+    kept           neither, `why` is in `KEPT`: it becomes held as soon as anything refers to it
     given          neither, any other `why`: never replayed; a barrier (NOTE [ Barriers ])
 """
 
@@ -28,6 +28,9 @@ __all__ = ["Boxed", "Geometry", "Node", "Value", "geometry", "see"]
 
 Geometry = tuple[Any, Any, int, torch.dtype, int]
 """Size, stride, storage offset, dtype, and the conj (1) and neg (2) bits."""
+
+KEPT = ("save", "cut")
+"""Values that are held as soon as anything refers to them: the plan says so, or the smallest cut does."""
 
 UNCHECKED = -1
 """The version of a value whose bytes nobody else can write."""

@@ -10,7 +10,7 @@ allocator reuses addresses at once: a pointer would confuse an old storage with 
 An entry is one of three:
 
 - base: belongs to the model or the optimizer when the step begins. Counted.
-- step: an operator of the step returned it and nobody knew it before. Counted.
+- step: an operator of the step returned it, or the step resized it, and nobody knew it before. Counted.
 - external: an operator of the step read it before anybody knew it: a batch made beforehand, a constant. Not counted,
   only summed. Once the step resizes it, its memory is the step's doing: it turns into a step entry of the new size.
 
@@ -40,10 +40,13 @@ def storages_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
     A wrapper subclass such as a DTensor has those of its inner tensors, a sparse tensor those of its components. An
     opaque (MKL-DNN) tensor has none that can be named.
     """
-    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
-        inner: Any = tensor
-        names: list[str] = inner.__tensor_flatten__()[0]
-        return tuple(storage for name in names for storage in storages_of(getattr(inner, name)))
+    plain = type(tensor) in _PLAIN
+    if plain and _has_storage(tensor):
+        return (tensor.untyped_storage(),)
+    if not plain and is_traceable_wrapper_subclass(tensor):
+        names: list[str] = cast("Any", tensor).__tensor_flatten__()[0]
+        parts = (getattr(tensor, name) for name in names)  # a DTensor also lists its mesh
+        return tuple(storage for part in parts if isinstance(part, torch.Tensor) for storage in storages_of(part))
     if _has_storage(tensor):
         return (tensor.untyped_storage(),)
     with without_dispatch_modes():  # reading a component is an operator, but no work of the step
@@ -153,7 +156,10 @@ class Ledger:
     def resized(self, storage: torch.UntypedStorage) -> bool:
         """Book a resize outside every operator. Say whether it changed a counted size."""
         entry = self._live.get(id(storage))
-        return entry is not None and self._settle(entry, storage)
+        if entry is None:  # FSDP keeps empty storages between steps and fills them: the step allocates what is in them
+            self._open(storage, storage.device)
+            return True
+        return self._settle(entry, storage)
 
     def mark(self, tensor: torch.Tensor, role: str) -> None:
         """Say what a counted storage is used for, if nobody has yet."""
@@ -169,7 +175,8 @@ class Ledger:
                 account.peak_bytes, account.peak_event = account.live_bytes, self.event
             elif account.peak_event < 0 and account.live_bytes == account.peak_bytes:
                 account.peak_event = self.event  # nothing was ever above the start, and here we are as high
-            account.step_peak_bytes = max(account.step_peak_bytes, account.step_live_bytes)
+            if account.step_live_bytes > account.step_peak_bytes:
+                account.step_peak_bytes = account.step_live_bytes
         new = self.main.peak_event == self.event
         self.event += 1
         return new

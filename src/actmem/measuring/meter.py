@@ -48,11 +48,14 @@ def measure(
 
     Backward begins with its first operator; `saved_bytes` is taken there. With several backward passes it is the
     largest. An operator is replayed if actmem's tape or torch.utils.checkpoint runs it again in a backward pass; it
-    belongs neither to forward nor to backward then. Seconds are wall time between operators and in them, without this
-    function's own bookkeeping; on an accelerator each change of phase waits for the device. FLOPs follow torch's
-    FlopCounterMode.
+    belongs neither to forward nor to backward then. FLOPs follow torch's FlopCounterMode.
 
-    Not seen: memory within a kernel, a compiled function or a custom operator, and tensors of an opaque layout.
+    Seconds are wall time in operators and between them, without this function's own bookkeeping, but with the few
+    microseconds that watching adds to each operator. On an accelerator each change of phase waits for the device.
+
+    Not seen: memory within a kernel, a compiled function or a custom operator, tensors of an opaque layout, and the
+    states of random generators (5 KB each on a CPU) that torch.utils.checkpoint keeps. Parameters that FSDP gathers
+    count as activations if they are alive when backward begins, else as temporary.
 
     `fn` may raise: the error passes through and nothing stays behind. Its result is dropped.
 
@@ -190,8 +193,11 @@ class _Meter:
         phase = self._phase
         if facts.mutates:
             self._read(args, kwargs)
-        for tensor in tensors_in(result):
-            self._ledger.returned(tensor)
+        if isinstance(result, torch.Tensor):
+            self._ledger.returned(result)
+        else:
+            for tensor in tensors_in(result):
+                self._ledger.returned(tensor)
         self._num_ops[phase] += 1
         self._seconds[phase] += seconds
         if facts.formula is not None:
@@ -236,11 +242,13 @@ class _Meter:
         self._model = self._optimizer = None
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for tensor in tensors_in(args):
-            self._ledger.read(tensor)
-        if kwargs:
-            for tensor in tensors_in(kwargs):
-                self._ledger.read(tensor)
+        read = self._ledger.read
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                read(value)
+            elif isinstance(value, (list, tuple)):
+                for tensor in tensors_in(value):
+                    read(tensor)
 
     def _sample(self, name: str) -> None:
         ledger = self._ledger

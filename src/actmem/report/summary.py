@@ -125,7 +125,11 @@ def summarise(
         else:
             folded.setdefault((kind, _rows(observation.rows)), []).append(path)
     kinds = tuple(KindReport(kind, tuple(paths), rows) for (kind, rows), paths in folded.items())
-    silent = tuple(repr(r) for i, r in enumerate(plan.rules) if i not in matched and not r.is_default) if kinds and not unobserved else ()
+    silent = (
+        tuple(repr(r) for i, r in enumerate(plan.rules) if i not in matched and not r.is_default)
+        if kinds and not unobserved
+        else ()
+    )
     return Report(plan, kinds, tuple(unobserved), silent, tuple(notes))
 
 
@@ -133,7 +137,7 @@ def _rows(rows: list[Row]) -> tuple[ReportRow, ...]:
     groups: Counter[tuple[str, str, tuple[int, ...], str, int, str, str, bool]] = Counter()
     replayed: Counter[tuple[str, str, tuple[int, ...], str, int, str, str, bool]] = Counter()
     for r in rows:
-        if r.kind == "parameter" or not (r.saved or r.held or r.replayed):
+        if r.kind == "state" or not (r.saved or r.held or r.replayed):
             continue
         decision = _decision(r)
         why = REASONS.get(r.why or "", r.why or "") if decision == "never" else ""

@@ -45,7 +45,12 @@ def render(report: Report, *, width: int = 140) -> str:
             f"never replayed {size(report.never_replayed_bytes)}, {report.num_replayed} values replayed.",
             markup=False,
         )
-    if any(r.why == REASONS[reason] for k in report.kinds for r in k.rows for reason in ("opaque", "unseen", "uninitialised")):
+    if any(
+        r.why == REASONS[reason]
+        for k in report.kinds
+        for r in k.rows
+        for reason in ("opaque", "unseen", "uninitialised")
+    ):
         console.print(
             "held because a kernel cannot be seen: declare the function that launches it pure, with actmem.replayable(fn), and it is replayed.",
             markup=False,
@@ -53,7 +58,9 @@ def render(report: Report, *, width: int = 140) -> str:
     for rule in report.unmatched:
         console.print(f"matched nothing in this model: {rule}", markup=False)
     if report.unobserved:
-        console.print(f"not run yet: {_paths(report.unobserved)}. Run a training step, then print the report again.", markup=False)
+        console.print(
+            f"not run yet: {_paths(report.unobserved)}. Run a training step, then print the report again.", markup=False
+        )
     for note in report.notes:
         console.print(note, markup=False)
     return out.getvalue().rstrip() + "\n"
@@ -69,7 +76,11 @@ def _table(kind: KindReport) -> Table:
     for row in kind.rows:
         if row.decision == "replayed":
             continue
-        decision = row.decision if row.by_autograd or row.decision in ("input", "never") else f"{row.decision} (a replay starts here)"
+        decision = (
+            row.decision
+            if row.by_autograd or row.decision in ("input", "never")
+            else f"{row.decision} (a replay starts here)"
+        )
         table.add_row(
             row.module or ".",
             row.op,

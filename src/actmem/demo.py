@@ -1,0 +1,287 @@
+"""Train a small Llama-like model three ways and show what changed, and what did not: `python -m actmem.demo`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+
+import actmem
+
+__all__ = ["EXAMPLE", "LlamaLike", "Row", "Size", "compare", "main"]
+
+EXAMPLE = """\
+import actmem
+
+applied = actmem.apply(model, actmem.Selective(save=["attention", actmem.every_second("matmul")]))
+
+for ids, labels in batches:  # train as before
+    model(ids, labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+print(applied.report())  # what was saved and recomputed
+applied.remove()  # the model is as it was
+"""
+"""What a user writes."""
+
+
+# -------------------------------------------------------------------- the model: plain PyTorch, knows nothing of actmem
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a model and of its batch."""
+
+    dim: int = 256
+    num_layers: int = 4
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    ffn: int = 704
+    vocab: int = 1000
+    batch: int = 4
+    length: int = 256
+    dropout: float = 0.0
+
+    def tokens(self, seed: int = 1) -> tuple[Tensor, Tensor]:
+        """Draw a batch: token ids, and the same ids shifted by one as labels."""
+        drawn = torch.Generator().manual_seed(seed)
+        ids = torch.randint(self.vocab, (self.batch, self.length + 1), generator=drawn)
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped keys and values, and rotary positions."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.head_dim = size.dim // size.num_heads
+        self.dropout = size.dropout
+        self.q_proj = nn.Linear(size.dim, size.dim, bias=False)
+        self.k_proj = nn.Linear(size.dim, size.num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(size.dim, size.num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(size.dim, size.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Mix every position with those before it."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projections)
+        q, k = (t * cos + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * sin for t in (q, k))
+        dropout = self.dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """The gated feed-forward part."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size.dim, size.ffn, bias=False)
+        self.up_proj = nn.Linear(size.dim, size.ffn, bias=False)
+        self.down_proj = nn.Linear(size.ffn, size.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Widen, gate, narrow."""
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(size.dim)
+        self.attention = Attention(size)
+        self.mlp_norm = nn.RMSNorm(size.dim)
+        self.mlp = FeedForward(size)
+        self.dropout = nn.Dropout(size.dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Add what attention finds, then what the feed-forward part makes of it."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class LlamaLike(nn.Module):
+    """A decoder in the manner of Llama, with seeded weights. Called with token ids and labels it returns the loss."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]  # torch leaves it untyped
+            _seed(0)
+            self.embed = nn.Embedding(size.vocab, size.dim)
+            self.layers = nn.ModuleList([Layer(size) for _ in range(size.num_layers)])
+            self.norm = nn.RMSNorm(size.dim)
+            self.head = nn.Linear(size.dim, size.vocab, bias=False)
+        half = size.dim // size.num_heads // 2
+        angles = torch.outer(torch.arange(size.length), 10000.0 ** (-torch.arange(half) / half)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of predicting `labels`."""
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+# -------------------------------------------------------------------- the comparison
+
+
+@dataclass
+class Row:
+    """What training under one mode cost, and whether it was plain training otherwise."""
+
+    name: str
+    peak_bytes: int = 0
+    saved_bytes: int = 0
+    replayed_flops: int = 0
+    forward_flops: int = 0
+    num_replayed_ops: int = 0
+    seconds: list[float] = field(default_factory=list[float])
+    time_ratio: float = 1.0
+    loss: float = 0.0
+    gradients_equal: bool = True
+    """Every gradient of every step has the bits of plain training's."""
+    loss_equal: bool = True
+    """The loss of every step has the bits of plain training's."""
+
+
+@dataclass
+class _Run:
+    """One model in training."""
+
+    row: Row
+    model: LlamaLike
+    optimizer: torch.optim.Optimizer
+    loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> None:
+        self.optimizer.zero_grad()
+        loss = self.model(*batch)
+        loss.backward()
+        self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]  # torch leaves it untyped
+        self.loss = loss.detach()
+
+
+def compare(size: Size, num_steps: int = 6) -> list[Row]:
+    """Train the same model plain, under `Full` and under `Selective`, a step of each in turn; compare every gradient.
+
+    The first step of an applied model also observes and checks itself, so it is not timed. A last step is measured.
+    """
+    modes = {
+        "plain": None,
+        "full": actmem.Full(),
+        "selective": actmem.Selective(save=["attention", actmem.every_second("matmul")]),
+    }
+    runs: list[_Run] = []
+    for name, mode in modes.items():
+        model = LlamaLike(size)
+        if mode is not None:
+            actmem.apply(model, mode)
+        runs.append(_Run(Row(name), model, torch.optim.AdamW(model.parameters(), lr=1e-3)))
+    plain = runs[0]
+    for index in range(num_steps):
+        batch = size.tokens(seed=index)
+        for run in runs:
+            _seed(index)
+            started = perf_counter()
+            run.step(batch)
+            if index > 0:
+                run.row.seconds.append(perf_counter() - started)
+        _note_equality(runs, plain)
+    for run in runs:
+        _seed(num_steps)
+        batch = size.tokens(seed=num_steps)
+        step: Callable[[], None] = lambda run=run, batch=batch: run.step(batch)  # noqa: E731
+        measured = actmem.measure(step, model=run.model, optimizer=run.optimizer)
+        row = run.row
+        row.peak_bytes, row.saved_bytes = measured.peak_bytes, measured.saved_bytes
+        row.forward_flops, row.replayed_flops = measured.forward_flops, measured.replayed_flops
+        row.num_replayed_ops = measured.num_replayed_ops
+        row.loss = run.loss.item()
+        row.time_ratio = median(a / b for a, b in zip(row.seconds, plain.row.seconds, strict=True))
+    _note_equality(runs, plain)
+    return [run.row for run in runs]
+
+
+def _note_equality(runs: Sequence[_Run], plain: _Run) -> None:
+    for run in runs:
+        pairs = zip(plain.model.parameters(), run.model.parameters(), strict=True)
+        run.row.gradients_equal &= all(_same_bits(p.grad, q.grad) for p, q in pairs)
+        run.row.loss_equal &= _same_bits(plain.loss, run.loss)
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # torch leaves it untyped
+
+
+def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    """Compare bits, so that 0.0 differs from -0.0; a missing gradient equals nothing."""
+    if a is None or b is None:
+        return False
+    return a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(title="The same training, three ways")
+    for heading in ("mode", "peak", "saved", "replayed", "of forward", "time", "gradients equal", "loss equal"):
+        table.add_column(heading, justify="left" if heading == "mode" else "right")
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.peak_bytes / 2**20:.1f} MiB",
+            f"{row.saved_bytes / 2**20:.1f} MiB",
+            f"{row.replayed_flops / 1e9:.2f} GFLOP",
+            f"{row.replayed_flops / row.forward_flops:.0%}",
+            f"{row.time_ratio:.2f}x",
+            "yes" if row.gradients_equal else "NO",
+            "yes" if row.loss_equal else "NO",
+        )
+    return table
+
+
+def main() -> int:
+    """Run the demo. Return 0, or 1 if any mode did nothing or changed the training."""
+    console: Any = Console()
+    size = Size()
+    num_steps = 6
+    num_parameters = sum(p.numel() for p in LlamaLike(size).parameters())
+    console.print(
+        f"A Llama-like model: {num_parameters / 1e6:.1f} million parameters, {size.num_layers} layers, "
+        f"batch {size.batch} x {size.length}; {num_steps + 1} steps of AdamW on the CPU, {torch.get_num_threads()} thread(s)."
+    )
+    rows = compare(size, num_steps)
+    console.print(_table(rows))
+    console.print(
+        "peak: all live tensor bytes, with parameters, gradients and optimizer state\n"
+        "saved: what forward leaves for backward; replayed: operators run again in backward\n"
+        "time: median ratio to plain; equal: to the bit, in every step\n"
+    )
+    console.print("What you would write:\n")
+    console.print(EXAMPLE, markup=False, highlight=False)
+    changed = [r.name for r in rows if not (r.gradients_equal and r.loss_equal)]
+    idle = [r.name for r in rows[1:] if not r.num_replayed_ops or r.peak_bytes >= rows[0].peak_bytes]
+    if changed:
+        print(f"error: gradients or loss differ from plain training under {', '.join(changed)}", file=sys.stderr)
+    if idle:
+        print(f"error: nothing was replayed, or no memory was freed, under {', '.join(idle)}", file=sys.stderr)
+    return 1 if changed or idle else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
