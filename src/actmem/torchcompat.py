@@ -7,7 +7,7 @@ somewhere in the middle of a backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -24,6 +24,7 @@ __all__ = [
     "functorch_transform",
     "is_traceable_wrapper_subclass",
     "named_modules",
+    "never_compile",
     "numerics",
     "outer_hooks",
     "restore_numerics",
@@ -41,6 +42,8 @@ try:
     _top_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
     _exclude_key: Callable[[Any, bool], Any] = _C._SetExcludeDispatchKeyGuard
     _ADINPLACE: Any = _C.DispatchKey.ADInplaceOrView
+    _eval_frame: Any = _C._dynamo.eval_frame
+    _SKIP: Any = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
     _peek_functorch: Callable[[], Any] = _C._functorch.peek_interpreter_stack
 except AttributeError as missing:  # pragma: no cover - depends on the torch that is installed
     raise ImportError(
@@ -82,6 +85,19 @@ def all_operator_names() -> frozenset[str]:
     """Return the packet names of every operator that is registered now, as "aten.mm"."""
     names: list[str] = _C._dispatch_get_all_op_names()
     return frozenset(name.split(".", 1)[0].replace("::", ".") for name in names)
+
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+
+def never_compile(function: Fn) -> Fn:
+    """Keep Dynamo away from a function and from all that it calls.
+
+    The engine runs between the operators of functions that are being compiled. torch's own guard for dispatch modes wraps
+    each call and costs more than a microsecond; a mark on the code costs nothing.
+    """
+    _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    return function
 
 
 def named_modules(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:

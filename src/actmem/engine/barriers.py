@@ -45,6 +45,8 @@ def settle(value: Value, num_bytes: int, hold: Callable[[Value, Tensor], None], 
     if len(found) < len(owed) or sum(v.num_bytes for v in owed) >= num_bytes:
         hold(value, tensor)
         value.node, value.why = None, "barrier"
+        if value.row is not None:
+            value.row.cause = owed[0].why
     else:
         for v, alive in found:
             hold(v, alive)

@@ -47,6 +47,7 @@ class Verdicts:
         self.known: dict[Any, str] = {}
         """Operator -> "save" or "" (recompute), for operators whose decision never depends on anything else."""
         self._asked: set[Any] = set()
+        self._selected: dict[tuple[int, int], bool] = {}
         self.matched: set[int] = set()
         """Indices of the plan's rules that decided at least one operator."""
         self.unfused = False
@@ -98,11 +99,18 @@ class Verdicts:
             if rule.nth is not None:
                 count = counts.get(rule.index, 0)
                 counts[rule.index] = count + 1
-                if not rule.nth.contains(count, None):
+                if not self._selects(rule, count):
                     continue
             self.matched.add(rule.index)
             return rule.why
         raise AssertionError("a plan ends with a rule without selectors")
+
+    def _selects(self, rule: _Resolved, count: int) -> bool:
+        found = self._selected.get((rule.index, count))
+        if found is None:
+            assert rule.nth is not None
+            found = self._selected[rule.index, count] = rule.nth.contains(count)
+        return found
 
     def _matches(self, rule: _Resolved, operator: Operator) -> bool | None:
         if rule.op is None or ops.matches(rule.op, operator.packet, operator.overload):

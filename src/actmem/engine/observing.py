@@ -17,6 +17,7 @@ class Row:
     """One value: where it was made, how large it is, and what became of it."""
 
     __slots__ = (
+        "cause",
         "dtype",
         "held",
         "index",
@@ -48,6 +49,8 @@ class Row:
         self.held = False
         """It was alive after the forward pass."""
         self.replayed = 0
+        self.cause: str | None = None
+        """For a value that is held in the place of one that is never replayed: why that one is not."""
         self.index = -1
         """Position of its operator in the block call; -1 if it came from outside."""
         self.overwritten = False

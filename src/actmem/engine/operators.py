@@ -25,7 +25,7 @@ import torch
 
 from actmem.ops import GROUPS
 
-__all__ = ["REASONS", "Operator", "describe"]
+__all__ = ["DESCRIBED", "REASONS", "Operator", "describe"]
 
 REASONS: dict[str, str] = {
     "uninitialised": "born uninitialised; a kernel that the tape cannot see may have filled it",
@@ -331,12 +331,13 @@ def _argument(where: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, A
     return args[position] if position < len(args) else kwargs.get(name, default)
 
 
-_operators: dict[Any, Operator] = {}
+DESCRIBED: dict[Any, Operator] = {}
+"""Every operator that was met so far."""
 
 
 def describe(func: Any) -> Operator:
     """Return the description of an operator overload or higher-order operator."""
-    operator = _operators.get(func)
+    operator = DESCRIBED.get(func)
     if operator is None:
-        operator = _operators[func] = Operator(func)
+        operator = DESCRIBED[func] = Operator(func)
     return operator

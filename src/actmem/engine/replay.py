@@ -27,6 +27,7 @@ from actmem.torchcompat import (
     BackwardCFunction,
     below_autograd,
     current_autograd_node,
+    never_compile,
     numerics,
     restore_numerics,
     without_autocast,
@@ -35,6 +36,7 @@ from actmem.torchcompat import (
 __all__ = ["unpack"]
 
 
+@never_compile
 def unpack(packed: Any) -> Tensor:
     """Return the tensor that autograd saved, from what `Tape.pack` gave it."""
     if type(packed) is not Handle:

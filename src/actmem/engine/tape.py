@@ -32,13 +32,14 @@ from actmem.engine.coverage import Coverage
 from actmem.engine.cutting import Cut
 from actmem.engine.deciding import Verdicts
 from actmem.engine.observing import Observation
-from actmem.engine.operators import Operator, describe
+from actmem.engine.operators import DESCRIBED, Operator, describe
 from actmem.engine.values import KEPT, UNCHECKED, Boxed, Node, Value, geometry
 from actmem.torchcompat import (
     TorchDispatchMode,
     alias,
     alias_in_handler,
     is_traceable_wrapper_subclass,
+    never_compile,
     numerics,
     outer_hooks,
     without_dispatch_modes,
@@ -47,6 +48,7 @@ from actmem.torchcompat import (
 __all__ = ["Flattened", "Handle", "Tape"]
 
 _ref = weakref.ref
+_operators = DESCRIBED
 
 
 class Handle:
@@ -83,6 +85,11 @@ class Tape(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Let a compiled function inside the block run compiled."""
         return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do without torch's wrapper around the handler: `never_compile` does the same for nothing."""
+        return False
 
     def __init__(
         self,
@@ -122,13 +129,14 @@ class Tape(TorchDispatchMode):
 
     # ---------------------------------------------------------------- recording
 
+    @never_compile
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator, and write down what is needed to run it again."""
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper subclass: the operators beneath it come here next
-        operator = describe(func)
+        operator = _operators.get(func) or describe(func)
         if self._provisional:
             self._adopt(args)
         if operator.view:
@@ -497,6 +505,7 @@ class Tape(TorchDispatchMode):
 
     # ---------------------------------------------------------------- saving
 
+    @never_compile
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that autograd saves, and return what it is to hold instead."""
         if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actmem.engine.observing import Observation, Row
 from actmem.engine.operators import REASONS
@@ -29,6 +29,8 @@ class ReportRow:
     """`save`, `recompute`, `input` (came from outside) or `never` (could not be replayed, so it is held)."""
     why: str
     """For `never`: the reason. Else empty."""
+    opaque: bool
+    """It is held because a kernel that the tape cannot see stands before it."""
     by_autograd: bool
     """Plain autograd would have held it. If not, it is held because a replay starts from it."""
     replayed: int
@@ -99,6 +101,16 @@ class Report:
         return self._total("never")
 
     @property
+    def opaque_bytes(self) -> dict[str, int]:
+        """What is held because of kernels that the tape cannot see, by module inside the block."""
+        found: Counter[str] = Counter()
+        for kind in self.kinds:
+            for row in kind.rows:
+                if row.opaque:
+                    found[row.module or "."] += kind.num_blocks * row.num_bytes * row.count
+        return dict(found)
+
+    @property
     def num_replayed(self) -> int:
         """How many values were made again by a replay, over all blocks."""
         return sum(k.num_blocks * r.replayed for k in self.kinds for r in k.rows)
@@ -133,21 +145,31 @@ def summarise(
     return Report(plan, kinds, tuple(unobserved), silent, tuple(notes))
 
 
+_OPAQUE = ("opaque", "unseen", "uninitialised")
+
+
 def _rows(rows: list[Row]) -> tuple[ReportRow, ...]:
-    groups: Counter[tuple[str, str, tuple[int, ...], str, int, str, str, bool]] = Counter()
-    replayed: Counter[tuple[str, str, tuple[int, ...], str, int, str, str, bool]] = Counter()
+    groups: dict[ReportRow, list[int]] = {}
     for r in rows:
         if r.kind == "state" or not (r.saved or r.held or r.replayed):
             continue
         decision = _decision(r)
-        why = REASONS.get(r.why or "", r.why or "") if decision == "never" else ""
-        key = (r.module, r.op, r.shape, r.dtype, r.num_bytes, decision, why, r.saved)
-        groups[key] += 1
-        replayed[key] += r.replayed
-    return tuple(
-        ReportRow(m, o, s, d, b, count, decision, why, saved, replayed[m, o, s, d, b, decision, why, saved])
-        for (m, o, s, d, b, decision, why, saved), count in groups.items()
-    )
+        never = decision == "never"
+        row = ReportRow(
+            module=r.module,
+            op=r.op,
+            shape=r.shape,
+            dtype=r.dtype,
+            num_bytes=r.num_bytes,
+            count=0,
+            decision=decision,
+            why=REASONS.get(r.why or "", r.why or "") if never else "",
+            opaque=never and (r.cause or r.why) in _OPAQUE,
+            by_autograd=r.saved,
+            replayed=0,
+        )
+        groups.setdefault(row, []).append(r.replayed)
+    return tuple(replace(row, count=len(replayed), replayed=sum(replayed)) for row, replayed in groups.items())
 
 
 def _decision(row: Row) -> str:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from actmem.engine.operators import REASONS
-
 if TYPE_CHECKING:
     from actmem.report.summary import KindReport, Report
 
@@ -45,14 +43,10 @@ def render(report: Report, *, width: int = 140) -> str:
             f"never replayed {size(report.never_replayed_bytes)}, {report.num_replayed} values replayed.",
             markup=False,
         )
-    if any(
-        r.why == REASONS[reason]
-        for k in report.kinds
-        for r in k.rows
-        for reason in ("opaque", "unseen", "uninitialised")
-    ):
+    for module, num_bytes in report.opaque_bytes.items():
         console.print(
-            "held because a kernel cannot be seen: declare the function that launches it pure, with actmem.replayable(fn), and it is replayed.",
+            f"held because {module} runs a kernel that the tape cannot see: {size(num_bytes)}. If the function that launches it "
+            "is pure, declare it, and it is replayed: fn = actmem.replayable(fn)",
             markup=False,
         )
     for rule in report.unmatched:

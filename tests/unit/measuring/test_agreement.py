@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Generator
 from functools import partial
 from itertools import accumulate
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as nnf
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -95,6 +99,41 @@ def test_peak_equals_mem_trackers_to_the_byte(recompute: str) -> None:
     assert ours.by_category["optimizer_state"] == kinds["Optstate"]
 
 
+@pytest.fixture
+def one_rank() -> Generator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_peak_equals_mem_trackers_under_fsdp_which_resizes_storages_behind_our_back(
+    recompute: str, one_rank: DeviceMesh
+) -> None:
+    model = Llama(recompute=recompute)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float64)  # so that a gathered parameter is a storage of its own
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=one_rank, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step() -> None:
+        model(torch.zeros(4, 32, dtype=torch.long)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    ours = measure(step, model=model, optimizer=optimizer)
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
+        step()
+    assert ours.peak_bytes == tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert any(sample.op == "storage.resize_" for sample in ours.timeline)
+    assert ours.by_category["parameters"] == 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert ours.external_bytes == 0
+
+
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_peak_equals_the_profilers_memory_events(recompute: str) -> None:
     model, optimizer, step = make(recompute)
@@ -160,3 +199,24 @@ def test_measuring_changes_no_bit() -> None:
     model.zero_grad()
     measure(lambda: model(tokens).backward(), model=model)
     assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), expected, strict=True))
+
+
+def test_flops_of_products_follow_their_shapes() -> None:
+    a, b = torch.ones(3, 4, 8), torch.ones(3, 8, 16)
+
+    def flops(fn) -> int:
+        return measure(fn).forward_flops
+
+    assert flops(lambda: torch.bmm(a, b)) == 2 * 3 * 4 * 8 * 16
+    assert flops(lambda: torch.baddbmm(torch.ones(3, 4, 16), a, b)) == 2 * 3 * 4 * 8 * 16
+    assert flops(lambda: torch.addmm(torch.ones(16), a[0], b[0])) == 2 * 4 * 8 * 16
+    assert flops(lambda: torch.mm(a[0], b[0], out=torch.empty(4, 16))) == 2 * 4 * 8 * 16
+    assert flops(lambda: nnf.conv1d(torch.ones(2, 8, 10), torch.ones(16, 8, 3))) == 2 * 2 * 8 * 16 * 3 * 8
+
+    def grouped() -> None:
+        rows = torch.ones(6, 16, dtype=torch.bfloat16)
+        experts = torch.ones(2, 16, 32, dtype=torch.bfloat16)
+        torch._grouped_mm(rows, experts, offs=torch.tensor([2, 6], dtype=torch.int32))
+
+    assert flops(grouped) == 2 * 6 * 16 * 32
+    assert flops(lambda: torch.ones(4) + 1) == 0

@@ -93,8 +93,7 @@ def test_temporaries_are_counted_until_they_are_freed() -> None:
 def test_what_forward_leaves_alive_is_an_activation_and_the_rest_temporary() -> None:
     def step() -> torch.Tensor:
         x = torch.ones(10)
-        y = (x + 1) * 2  # x + 1 is freed; x when step returns
-        return y
+        return (x + 1) * 2  # x + 1 is freed; x when step returns
 
     m = measure(step)
     assert by_category(m) == {"activations": 40, "temporary": 80}

@@ -1,0 +1,47 @@
+"""The same layers under torch's own checkpointing, whole and selective, to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+MATMUL = torch.ops.aten.mm.default
+
+
+def checkpoint_fully(model: Any) -> None:
+    """Put every layer under `torch.utils.checkpoint`, in its non-reentrant form."""
+    _wrap(model.layers, partial(checkpoint, use_reentrant=False))
+
+
+def checkpoint_selectively(model: Any) -> None:
+    """Put every layer under selective checkpointing that saves attention and every second matmul of a layer."""
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(_policy())
+
+    _wrap(model.layers, partial(checkpoint, use_reentrant=False, context_fn=contexts))
+
+
+def _policy() -> Callable[..., CheckpointPolicy]:
+    """Return a policy with a count of its own. Forward and recomputation are counted apart: seven matmuls are odd."""
+    counts = {False: 0, True: 0}
+
+    def policy(context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        save = func is ATTENTION
+        if func is MATMUL:
+            counts[context.is_recompute] += 1
+            save = counts[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def _wrap(layers: nn.ModuleList, run: Callable[..., Any]) -> None:
+    for layer in layers:
+        layer.forward = partial(run, layer.forward)

@@ -1,0 +1,64 @@
+import importlib
+import pkgutil
+
+import actmem
+
+PROMISED = {
+    "ActmemError",
+    "Applied",
+    "ApplyError",
+    "FreedStorageError",
+    "FromPlan",
+    "Full",
+    "Measurement",
+    "ModeError",
+    "Plan",
+    "PlanError",
+    "ReplayError",
+    "Report",
+    "Rule",
+    "Rules",
+    "SaveEverything",
+    "Selective",
+    "SelfCheckError",
+    "StructureError",
+    "Targets",
+    "UnsupportedError",
+    "Verification",
+    "VersionError",
+    "apply",
+    "every_second",
+    "measure",
+    "replayable",
+    "verify",
+}
+
+
+def test_the_public_names_are_exactly_the_promised_ones() -> None:
+    assert set(actmem.__all__) == PROMISED
+    assert actmem.__all__ == sorted(actmem.__all__, key=lambda name: (not name[0].isupper(), name))
+    assert {name for name in PROMISED if not hasattr(actmem, name)} == set()
+
+
+def test_no_public_function_has_the_name_of_a_module() -> None:
+    modules = {info.name for info in pkgutil.iter_modules(actmem.__path__)}
+    assert modules & PROMISED == set()
+
+
+def test_every_public_name_is_documented() -> None:
+    assert [name for name in PROMISED if not (getattr(actmem, name).__doc__ or "").strip()] == []
+
+
+def test_every_module_says_what_it_is_for_and_what_it_exports_exists() -> None:
+    for info in pkgutil.walk_packages(actmem.__path__, "actmem."):
+        module = importlib.import_module(info.name)
+        assert (module.__doc__ or "").strip(), info.name
+        for name in getattr(module, "__all__", ()):
+            assert hasattr(module, name), f"{info.name}.{name}"
+
+
+def test_every_error_can_be_caught_as_one_of_actmem_and_as_a_builtin() -> None:
+    errors = [getattr(actmem, name) for name in PROMISED if name.endswith("Error")]
+    for error in errors:
+        assert issubclass(error, actmem.ActmemError)
+        assert error is actmem.ActmemError or issubclass(error, (ValueError, RuntimeError))
