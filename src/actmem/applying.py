@@ -17,7 +17,7 @@ from actmem.modes import FromPlan, Full, Mode, Rules, SaveEverything, Selective,
 from actmem.plan import Plan, Rule, Slices
 from actmem.report import Report, summarise
 from actmem.structure import Block, find_blocks, fingerprint, roles
-from actmem.torchcompat import all_operator_names
+from actmem.torchcompat import all_operator_names, named_modules
 
 __all__ = ["Applied", "apply"]
 
@@ -109,7 +109,7 @@ def apply(
     192
     >>> applied.remove()
     """
-    if not isinstance(mode, (*_MODES, Plan)):
+    if not isinstance(mode, (*_MODES, Plan)):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
         names = ", ".join(m.__name__ for m in _MODES)
         raise ModeError(
             f"mode = {mode!r} is no mode. Expected one of {names}, or a Plan, as in actmem.apply(model, actmem.Full())."
@@ -137,7 +137,7 @@ def apply(
     roll = _Roll(plan, model)
     cuts: dict[Any, Any] = {}
     for block, its_roles in zip(found, every_role, strict=True):
-        modules = {path: f"{block.path}.{path}".strip(".") for path, _ in block.module.named_modules()}
+        modules = {path: f"{block.path}.{path}".strip(".") for path, _ in named_modules(block.module)}
         verdicts = resolve(plan.rules, layer=block.index, num_layers=len(found), modules=modules, roles=its_roles)
         scripts.append(Script(block.path, verdicts, cuts=cuts, observed=roll.called, state=roll.state))
     roll.scripts = tuple(scripts)
@@ -169,8 +169,10 @@ class _Roll:
         if not self._named & set[int]().union(*(s.verdicts.matched for s in self.scripts)):
             seen = sorted({r.op for s in self.scripts if s.observation for r in s.observation.rows if r.kind == "made"})
             raise ModeError(
-                f"{self._plan.mode} matches nothing: no operator that ran in the blocks of this model is among its names. "
-                f"Operators that ran: {', '.join(seen[:24])}{', ...' if len(seen) > 24 else ''}. Name one of these, or a group they belong to."
+                f"{self._plan.mode} matches nothing: no operator that ran in the blocks of this model is among "
+                "its names. "
+                f"Operators that ran: {', '.join(seen[:24])}{', ...' if len(seen) > 24 else ''}. Name one of "
+                "these, or a group they belong to."
             )
 
 
@@ -181,14 +183,15 @@ def _blocks_of(model: nn.Module, plan: Plan, blocks: str | None) -> tuple[Block,
     actual = fingerprint(model, found)
     if actual != plan.fingerprint:
         raise PlanError(
-            f"the plan was made for another model: its fingerprint is {plan.fingerprint}, this model's is {actual} (parameter names, shapes, dtypes "
+            f"the plan was made for another model: its fingerprint is {plan.fingerprint}, this model's is "
+            f"{actual} (parameter names, shapes, dtypes "
             "and blocks count). Make a plan for this model: actmem.apply(model, mode).plan.save(path)."
         )
     return found
 
 
 def _refuse_state(model: nn.Module) -> None:
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         if (script := applied_script(module)) is not None:
             raise ApplyError(
                 f"a plan is applied to this model already, at {script.path or 'the model itself'} and others. "
@@ -196,7 +199,8 @@ def _refuse_state(model: nn.Module) -> None:
             )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ApplyError(
-                f"{path or 'the model'}.gradient_checkpointing = True: Hugging Face gradient checkpointing is on, and would run the forward code twice. "
+                f"{path or 'the model'}.gradient_checkpointing = True: Hugging Face gradient checkpointing is on, "
+                "and would run the forward code twice. "
                 "Switch it off first: model.gradient_checkpointing_disable()."
             )
         if hasattr(module, "_checkpoint_wrapped_module"):
@@ -210,7 +214,8 @@ def _refuse_blocks(blocks: tuple[Block, ...]) -> None:
     for block in blocks:
         if "forward" in vars(block.module):
             raise ApplyError(
-                f"{block.path or 'the model'} has a forward of its own in the instance (accelerate's hooks put one there), which would bypass actmem. "
+                f"{block.path or 'the model'} has a forward of its own in the instance (accelerate's hooks put "
+                "one there), which would bypass actmem. "
                 "Apply actmem before the library that sets it."
             )
 
@@ -232,7 +237,8 @@ def _check_rules(
             ):
                 hint = ops.did_you_mean(rule.op, {*known, *ops.GROUPS})
                 raise ModeError(
-                    f"op = {rule.op!r} is no operator, group or glob that torch knows.{hint} Groups: {', '.join(sorted(ops.GROUPS))}."
+                    f"op = {rule.op!r} is no operator, group or glob that torch knows.{hint} Groups: "
+                    f"{', '.join(sorted(ops.GROUPS))}."
                 )
         if rule.module is not None:
             _check_module(rule, model)
@@ -240,7 +246,8 @@ def _check_rules(
             Slices.parse(rule.layers).contains(b.index, len(blocks)) for b in blocks
         ):
             raise ModeError(
-                f"layers = {rule.layers!r} selects none of the {len(blocks)} blocks (0 to {len(blocks) - 1}). Name some of these, as in layers='0:{len(blocks)}'."
+                f"layers = {rule.layers!r} selects none of the {len(blocks)} blocks (0 to {len(blocks) - 1}). "
+                f"Name some of these, as in layers='0:{len(blocks)}'."
             )
     named = [r for r in rules if r.target is not None]
     if (
@@ -250,7 +257,8 @@ def _check_rules(
     ):
         present = sorted({name for found in every_role for name in found})
         raise ModeError(
-            f"target{'s' if len(named) > 1 else ''} {', '.join(repr(r.target) for r in named)} matched no module in the blocks of this model. "
+            f"target{'s' if len(named) > 1 else ''} {', '.join(repr(r.target) for r in named)} matched no module "
+            "in the blocks of this model. "
             f"Targets that would match: {', '.join(present) or 'none'}."
         )
 
@@ -259,10 +267,11 @@ def _check_module(rule: Rule, model: nn.Module) -> None:
     from fnmatch import fnmatchcase
 
     assert rule.module is not None
-    paths = [path for path, _ in model.named_modules() if path]
+    paths = [path for path, _ in named_modules(model) if path]
     if not any(fnmatchcase(path, rule.module) for path in paths):
         hint = ops.did_you_mean(rule.module.strip("*."), {p.rsplit(".", 1)[-1] for p in paths} | set(paths))
         raise ModeError(
-            f"module = {rule.module!r} matches no module of this model.{hint} A glob is matched against whole paths, such as "
+            f"module = {rule.module!r} matches no module of this model.{hint} A glob is matched against whole "
+            "paths, such as "
             f"{paths[-1]!r}: module='*.{paths[-1].rsplit('.', 1)[-1]}'."
         )

@@ -22,7 +22,8 @@ __all__ = ["EXAMPLE", "LlamaLike", "Row", "Size", "compare", "main"]
 EXAMPLE = """\
 import actmem
 
-applied = actmem.apply(model, actmem.Selective(save=["attention", actmem.every_second("matmul")]))
+mode = actmem.Selective(save=["attention", actmem.every_second("matmul")])
+applied = actmem.apply(model, mode)
 
 for ids, labels in batches:  # train as before
     model(ids, labels).backward()
@@ -239,14 +240,15 @@ def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _table(rows: Sequence[Row]) -> Table:
     table = Table(title="The same training, three ways")
-    for heading in ("mode", "peak", "saved", "replayed", "of forward", "time", "gradients equal", "loss equal"):
-        table.add_column(heading, justify="left" if heading == "mode" else "right")
+    table.add_column("mode")
+    for heading in ("peak MiB", "saved MiB", "replayed GFLOP", "of forward", "time", "gradients equal", "loss equal"):
+        table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
             row.name,
-            f"{row.peak_bytes / 2**20:.1f} MiB",
-            f"{row.saved_bytes / 2**20:.1f} MiB",
-            f"{row.replayed_flops / 1e9:.2f} GFLOP",
+            f"{row.peak_bytes / 2**20:.1f}",
+            f"{row.saved_bytes / 2**20:.1f}",
+            f"{row.replayed_flops / 1e9:.2f}",
             f"{row.replayed_flops / row.forward_flops:.0%}",
             f"{row.time_ratio:.2f}x",
             "yes" if row.gradients_equal else "NO",
@@ -263,13 +265,14 @@ def main() -> int:
     num_parameters = sum(p.numel() for p in LlamaLike(size).parameters())
     console.print(
         f"A Llama-like model: {num_parameters / 1e6:.1f} million parameters, {size.num_layers} layers, "
-        f"batch {size.batch} x {size.length}; {num_steps + 1} steps of AdamW on the CPU, {torch.get_num_threads()} thread(s)."
+        f"batch {size.batch} x {size.length}; {num_steps + 1} steps of AdamW on the CPU, "
+        f"{torch.get_num_threads()} thread(s)."
     )
     rows = compare(size, num_steps)
     console.print(_table(rows))
     console.print(
         "peak: all live tensor bytes, with parameters, gradients and optimizer state\n"
-        "saved: what forward leaves for backward; replayed: operators run again in backward\n"
+        "saved: what forward leaves for backward; replayed: what backward runs again\n"
         "time: median ratio to plain; equal: to the bit, in every step\n"
     )
     console.print("What you would write:\n")

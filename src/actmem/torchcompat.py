@@ -1,7 +1,7 @@
 """The one place that asks this torch for what its public API does not offer.
 
-Every private name that actmem leans on is imported here, once. A torch that lacks one fails at import with the name, instead of
-somewhere in the middle of a backward pass.
+Every private name that actmem leans on is imported here, once. A torch that lacks one fails at import with the name,
+instead of somewhere in the middle of a backward pass.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ __all__ = [
     "current_autograd_node",
     "functorch_transform",
     "is_traceable_wrapper_subclass",
+    "named_buffers",
     "named_modules",
     "never_compile",
     "numerics",
     "outer_hooks",
     "restore_numerics",
+    "storage_key",
     "without_autocast",
     "without_dispatch_modes",
 ]
@@ -93,8 +95,8 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 def never_compile(function: Fn) -> Fn:
     """Keep Dynamo away from a function and from all that it calls.
 
-    The engine runs between the operators of functions that are being compiled. torch's own guard for dispatch modes wraps
-    each call and costs more than a microsecond; a mark on the code costs nothing.
+    The engine runs between the operators of functions that are being compiled. torch's own guard for dispatch modes
+    wraps each call and costs more than a microsecond; a mark on the code costs nothing.
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
@@ -102,7 +104,18 @@ def never_compile(function: Fn) -> Fn:
 
 def named_modules(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return `module.named_modules()` as a list, with the types that torch leaves out."""
-    return list(module.named_modules())
+    return list(module.named_modules())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def named_buffers(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor | None]]:
+    """Return the place, the name and the tensor of every buffer, so that one that was exchanged can be put back."""
+    places: list[dict[str, Any]] = [vars(m)["_buffers"] for m in module.modules()]
+    return [(place, name, buffer) for place in places for name, buffer in place.items()]
+
+
+def storage_key(storage: Any) -> int:
+    """Return a number that no other living storage has. A dead one's may be used again."""
+    return storage._cdata
 
 
 def numerics() -> tuple[Any, ...]:

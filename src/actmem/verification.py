@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ from actmem.errors import ModeError
 from actmem.modes import Mode
 from actmem.plan import Plan
 from actmem.report import Report
+from actmem.torchcompat import named_buffers, named_modules
 
 __all__ = ["Verification", "verify"]
 
@@ -56,7 +56,7 @@ def verify(
     blocks: str | None = None,
     seed: int = 0,
 ) -> Verification:
-    """Run one plain step and one under `mode` from the same state and seed, and compare them to the bit. Restores the model.
+    """Run one plain step and one under `mode` from the same state and seed, compare them to the bit, restore the model.
 
     Args:
         model: the model, not applied to.
@@ -71,10 +71,10 @@ def verify(
     >>> actmem.verify(model, (torch.randn(2, 8),), actmem.Full(), loss=torch.sum).ok
     True
     """
-    with _restored(model, batch):
-        with _restored(model, batch):
+    with _Restored(model, batch):
+        with _Restored(model, batch):
             plain = _step(model, batch, loss, seed)
-        with _restored(model, batch), apply(model, mode, blocks=blocks) as applied:
+        with _Restored(model, batch), apply(model, mode, blocks=blocks) as applied:
             managed = _step(model, batch, loss, seed)
             report = applied.report()
     after = _tree(model)
@@ -85,7 +85,7 @@ def verify(
 
 
 def _step(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None, seed: int) -> _Outcome:
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
     for p in model.parameters():
         p.grad = None
     for t in _inputs(batch).values():
@@ -93,7 +93,7 @@ def _step(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None, se
     tree = _tree(model)
     out: Any = model(**batch) if isinstance(batch, dict) else model(*batch)
     value = _loss(out, loss)
-    value.backward()
+    value.backward()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
     return _Outcome(
         value.detach().clone(),
         {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
@@ -112,19 +112,20 @@ def _loss(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
         value = out
     if value is None:
         raise ModeError(
-            f"the model returned {type(out).__name__}, which is neither a scalar nor has a .loss. Pass loss=, a function of the output, such as "
+            f"the model returned {type(out).__name__}, which is neither a scalar nor has a .loss. Pass loss=, a "
+            "function of the output, such as "
             "loss=lambda out: out.float().pow(2).mean()."
         )
     return value
 
 
 def _inputs(batch: Any) -> dict[str, Tensor]:
-    items = batch.items() if isinstance(batch, dict) else enumerate(batch)
-    return {f"input {k}": t for k, t in items if isinstance(t, Tensor) and t.is_leaf and t.requires_grad}
+    named: Any = batch if isinstance(batch, dict) else dict(enumerate(batch))  # pyright: ignore[reportUnknownVariableType]
+    return {f"input {k}": t for k, t in named.items() if isinstance(t, Tensor) and t.is_leaf and t.requires_grad}
 
 
 def _tree(model: nn.Module) -> dict[str, str]:
-    modules = {n: type(m).__qualname__ for n, m in model.named_modules()}
+    modules = {n: type(m).__qualname__ for n, m in named_modules(model)}
     parameters = {n: f"parameter {tuple(p.shape)}" for n, p in model.named_parameters(remove_duplicate=False)}
     return modules | parameters | {f"state {k}": "key" for k in model.state_dict()}
 
@@ -158,20 +159,23 @@ def _same(x: Tensor | None, y: Tensor | None) -> bool:
     return torch.equal(x, y) or torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
-@contextmanager
-def _restored(model: nn.Module, batch: Any) -> Iterator[None]:
-    """Put gradients, buffers and the random generator back at the end."""
-    gradients = [(p, p.grad) for p in (*model.parameters(), *_inputs(batch).values())]
-    buffers = [(m, n, b, None if b is None else b.clone()) for m in model.modules() for n, b in m._buffers.items()]
-    random = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(random)
-        for p, gradient in gradients:
+class _Restored:
+    """Put gradients, buffers and the random generator back on leaving."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self._gradients = [(p, p.grad) for p in (*model.parameters(), *_inputs(batch).values())]
+        self._buffers = [(slot, name, b, None if b is None else b.clone()) for slot, name, b in named_buffers(model)]
+        self._random = torch.get_rng_state()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_rng_state(self._random)
+        for p, gradient in self._gradients:
             p.grad = gradient
         with torch.no_grad():
-            for module, name, buffer, copy in buffers:
-                module._buffers[name] = buffer
+            for slot, name, buffer, copy in self._buffers:
+                slot[name] = buffer
                 if buffer is not None and copy is not None:
                     buffer.copy_(copy)

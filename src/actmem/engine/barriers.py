@@ -1,13 +1,13 @@
 """What to hold where a chain cannot be replayed to its beginning.
 
 NOTE [ Barriers ]
-A value that is never replayed (NOTE [ Never replayed ]) is not therefore held. While nothing needs it, it costs nothing; a recorded
-value that was computed from it is said to *owe* it. When autograd saves a value that owes, one of two things must be held: what is owed, or the
-value itself. Whichever is fewer bytes is. So each saved tensor adds at most its own bytes, and a tape never holds more than plain autograd
-does, plus the block's inputs.
+A value that is never replayed (NOTE [ Never replayed ]) is not therefore held. While nothing needs it, it costs
+nothing; a recorded value that was computed from it is said to *owe* it. When autograd saves a value that owes, one of
+two things must be held: what is owed, or the value itself. Whichever is fewer bytes is. So each saved tensor adds at
+most its own bytes, and a tape never holds more than plain autograd does, plus the block's inputs.
 
-A trifle (`TRIFLE_BYTES`), such as the constant 0.0 that a mask is made from, is held as soon as a recorded operator reads it: it is often gone before
-anything is saved, and its loss would be the loss of the whole chain.
+A trifle (`TRIFLE_BYTES`), such as the constant 0.0 that a mask is made from, is held as soon as a recorded operator
+reads it: it is often gone before anything is saved, and its loss would be the loss of the whole chain.
 
 What is owed can be lost: its storage died, or was overwritten. Then the value itself is held.
 """
@@ -39,7 +39,7 @@ def settle(value: Value, num_bytes: int, hold: Callable[[Value, Tensor], None], 
     found: list[tuple[Value, Tensor]] = []
     for v in owed:
         alive = None if v.tensor is None else v.tensor()
-        if alive is None:
+        if alive is None or alive.untyped_storage() is not v.storage():  # gone, or its data was exchanged
             break
         found.append((v, alive))
     if len(found) < len(owed) or sum(v.num_bytes for v in owed) >= num_bytes:

@@ -1,16 +1,17 @@
 """Running an applied block: which way its forward goes, and the tape around it.
 
 NOTE [ How a block is applied ]
-The block's class is exchanged for a subclass of itself, made for this one instance, whose `forward` asks the `Script` what to do. Nothing is written to the
-instance: names, hooks, `state_dict` and the module tree stay as they are, and because the subclass reduces to its parent, a deepcopy or a pickle of an applied
-model is a plain one. `forward` lies inside the module's hooks, so that what FSDP gathers before and frees after it stays outside the tape.
+The block's class is exchanged for a subclass of itself, made for this one instance, whose `forward` asks the `Script`
+what to do. Nothing is written to the instance: names, hooks, `state_dict` and the module tree stay as they are, and
+because the subclass reduces to its parent, a deepcopy or a pickle of an applied model is a plain one. `forward` lies
+inside the module's hooks, so that what FSDP gathers before and frees after it stays outside the tape.
 """
 
 from __future__ import annotations
 
 import copyreg
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from actmem.engine.deciding import Verdicts
 from actmem.engine.observing import Observation
 from actmem.engine.replay import unpack
 from actmem.engine.tape import Tape
+from actmem.engine.trees import tensors
 from actmem.errors import UnsupportedError
-from actmem.torchcompat import functorch_transform, named_modules
+from actmem.torchcompat import functorch_transform, named_modules, storage_key
 
 __all__ = ["Script", "applied_script", "install", "storages_of", "uninstall"]
 
@@ -68,7 +70,7 @@ class Script:
             return forward(block, *args, **kwargs)
         if not self.num_checked and self.verdicts.keeps_everything:
             return forward(block, *args, **kwargs)
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(tensors(args, kwargs))
         if not any(t.requires_grad for t in inputs) and not any(p.requires_grad for p in block.parameters()):
             return forward(block, *args, **kwargs)
         self._refuse()
@@ -83,7 +85,13 @@ class Script:
         return out
 
     def _record(
-        self, block: nn.Module, forward: Any, args: Any, kwargs: Any, inputs: list[Tensor], observation: Observation | None
+        self,
+        block: nn.Module,
+        forward: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+        observation: Observation | None,
     ) -> Any:
         tape = Tape(
             self.verdicts,
@@ -135,7 +143,8 @@ class Script:
 
 def _functorch_message(path: str, where: str) -> str:
     return (
-        f"torch.func.grad runs {where} {path}, and functorch does not let anything see what autograd saves there (torch.utils.checkpoint fails "
+        f"torch.func.grad runs {where} {path}, and functorch does not let anything see what autograd saves there "
+        "(torch.utils.checkpoint fails "
         "in the same place). Use torch.autograd.grad instead, or leave this block out: blocks='...'."
     )
 
@@ -151,7 +160,7 @@ def install(block: nn.Module, script: Script) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(self, original.forward, args, kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
+    def reduce(self: nn.Module, _protocol: Any) -> Any:
         # As object.__reduce_ex__ does it, but for the parent class.
         return copyreg.__newobj__, (original,), self.__getstate__()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
 
@@ -176,13 +185,16 @@ def applied_script(block: nn.Module) -> Script | None:
 
 
 def uninstall(block: nn.Module) -> None:
-    """Change the class of `block` back. Where another library subclassed it since, as FSDP does, it is made to do nothing instead."""
+    """Change the class of `block` back.
+
+    Where another library subclassed it since, as FSDP does, what was put in is made to do nothing instead.
+    """
     script = applied_script(block)
     if script is None:
         return
     script.active = False
     if "_actmem_script" in vars(type(block)):
-        block.__class__ = type(block)._actmem_original  # pyright: ignore[reportAttributeAccessIssue]
+        block.__class__ = vars(type(block))["_actmem_original"]
 
 
 # -------------------------------------------------------------------- following modules
@@ -238,23 +250,12 @@ def _fsdp_units(block: nn.Module) -> frozenset[int]:
     return frozenset(id(m) for m in block.modules() if m is not block and isinstance(m, kinds))
 
 
-def storages_of(tensors: list[Tensor]) -> set[int]:
+def storages_of(items: list[Tensor]) -> set[int]:
     """Return the identities of the storages on which the tensors lie."""
     found: set[int] = set()
-    for t in tensors:
+    for t in items:
         try:
-            found.add(t.untyped_storage()._cdata)
+            found.add(storage_key(t.untyped_storage()))
         except (NotImplementedError, RuntimeError):  # sparse, or a wrapper subclass without bytes of its own
             continue
     return found
-
-
-def _tensors(x: Any) -> Iterator[Tensor]:
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, (list, tuple)):
-        for y in x:  # pyright: ignore[reportUnknownVariableType]
-            yield from _tensors(y)
-    elif isinstance(x, dict):
-        for y in x.values():  # pyright: ignore[reportUnknownVariableType]
-            yield from _tensors(y)

@@ -1,13 +1,14 @@
 """The smallest set of values to hold, once the whole program of a block is known.
 
-The first step settles each debt as it comes (NOTE [ Barriers ]): greedily, without knowing what will be saved next. From the second step on the program is
-known, and with it the cheapest way to part what is never replayed from what autograd saves: a minimum cut, in which cutting a value costs
-its bytes.
+The first step settles each debt as it comes (NOTE [ Barriers ]): greedily, without knowing what will be saved next.
+From the second step on the program is known, and with it the cheapest way to part what is never replayed from what
+autograd saves: a minimum cut, in which cutting a value costs its bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from actmem.engine.observing import Row
@@ -18,7 +19,7 @@ _FREE = (None, "save", "external", "barrier")
 
 
 class Cut:
-    """Which values to hold, by the position of their operator in the block call, as long as the call runs the same operators."""
+    """Which values to hold, by the position of their operator in a call that runs the same operators."""
 
     __slots__ = ("funcs", "hold")
 
@@ -34,18 +35,18 @@ def smallest_cut(rows: Sequence[Row], funcs: Sequence[Any]) -> Cut | None:
         rows: the values of an observed call.
         funcs: the operators of that call, in order.
     """
-    given = [r for r in rows if r.kind == "made" and r.why not in _FREE or r.why == "unseen"]
+    given = [r for r in rows if (r.kind == "made" and r.why not in _FREE) or r.why == "unseen"]
     paid = sum(r.num_bytes for r in rows if r.held and (r.why == "barrier" or r in given))
     children: dict[int, list[Row]] = {}
     for r in rows:
         for parent in r.parents:
             children.setdefault(id(parent), []).append(r)
-    below = _reach(given, lambda r: children.get(id(r), ()))
+    below = _reach(given, lambda r: children.get(id(r), []))
     wanted = [r for r in rows if r.saved and id(r) in below]
     if not paid or not wanted:
         return None
-    import networkx  # here, because it is slow to import and few programs need it
-
+    # Here, because it is slow to import and few programs need it.
+    networkx: Any = importlib.import_module("networkx")
     graph: Any = networkx.DiGraph()
     above = _reach(wanted, lambda r: r.parents)
     source, sink = "source", "sink"
@@ -75,7 +76,7 @@ def smallest_cut(rows: Sequence[Row], funcs: Sequence[Any]) -> Cut | None:
     return Cut(tuple(funcs), frozenset(r.index for r in cut))
 
 
-def _reach(rows: Sequence[Row], step: Any) -> set[int]:
+def _reach(rows: Sequence[Row], step: Callable[[Row], Sequence[Row]]) -> set[int]:
     seen = {id(r) for r in rows}
     stack = list(rows)
     while stack:

@@ -1,7 +1,7 @@
 """From rules to a decision at every operator of one block.
 
-Most rules name operators only. Then the decision is one dictionary look-up per call (`Verdicts.known`). Rules that count (`nth`), that name
-modules or targets, or that depend on size are asked each time.
+Most rules name operators only. Then the decision is one dictionary look-up per call (`Verdicts.known`). Rules that
+count (`nth`), that name modules or targets, or that depend on size are asked each time.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import dataclasses
 import fnmatch
 from typing import Any
 
-import torch
-
 from actmem import ops
 from actmem.engine.operators import Operator
+from actmem.engine.trees import tensors
 from actmem.plan import Rule, Slices
 
 __all__ = ["Verdicts", "resolve"]
@@ -94,7 +93,7 @@ class Verdicts:
                 matches = second
             if not matches or (rule.modules is not None and not _under(address, rule.modules)):
                 continue
-            if rule.min_bytes and _num_bytes(out) < rule.min_bytes:
+            if rule.min_bytes and sum(t.nbytes for t in tensors(out)) < rule.min_bytes:
                 continue
             if rule.nth is not None:
                 count = counts.get(rule.index, 0)
@@ -159,7 +158,9 @@ def resolve(
         if where is not None and not where:
             continue
         nth = None if rule.nth is None else Slices.parse(rule.nth)
-        resolved.append(_Resolved("" if rule.decision == "recompute" else "save", rule.op, where, nth, rule.min_bytes, index))
+        resolved.append(
+            _Resolved("" if rule.decision == "recompute" else "save", rule.op, where, nth, rule.min_bytes, index)
+        )
         if resolved[-1].op is None and resolved[-1].static:
             break
     return Verdicts(tuple(resolved), frozenset(roles.get("attention", ())))
@@ -176,9 +177,3 @@ def _inside(path: str, module: str) -> bool:
 
 def _under(path: str, modules: frozenset[str]) -> bool:
     return any(_inside(path, m) for m in modules)
-
-
-def _num_bytes(out: Any) -> int:
-    if isinstance(out, torch.Tensor):
-        return out.nbytes
-    return sum(x.nbytes for x in out if isinstance(x, torch.Tensor)) if isinstance(out, (list, tuple)) else 0

@@ -1,8 +1,9 @@
 """Declaring that a function which launches unseen kernels is pure, so that the tape may replay it.
 
-A Triton, flash-attention or C++ kernel writes into memory that the tape sees only being born. Without more it is a barrier (NOTE [ Barriers ]). Whoever knows
-that the function around it reads only its arguments and writes only its results can say so; then the whole call is recorded as one operator. The
-self-check of the first step compares what a replay gives with what the forward gave.
+A Triton, flash-attention or C++ kernel writes into memory that the tape sees only being born. Without more it is a
+barrier (NOTE [ Barriers ]). Whoever knows that the function around it reads only its arguments and writes only its
+results can say so; then the whole call is recorded as one operator. The self-check of the first step compares what a
+replay gives with what the forward gave.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def replayable(fn: F) -> F:
     """Declare a function, or a `torch.autograd.Function`, to be pure: recorded and replayed as one operator.
 
-    What it is given it must only read, and what it returns must depend on nothing else (random numbers from torch's generators are fine). A function is
-    returned wrapped; an autograd Function class is changed in place, so that libraries which call it need no change.
+    What it is given it must only read, and what it returns must depend on nothing else (random numbers from torch's
+    generators are fine). A function is returned wrapped; an autograd Function class is changed in place, so that
+    libraries which call it need no change.
 
     >>> import numpy
     >>> @replayable
@@ -111,8 +113,12 @@ class _Context:
     def set_materialize_grads(self, value: bool) -> None:
         """Accept what autograd would note; a replay has no graph."""
 
-    def mark_dirty(self, *tensors: torch.Tensor) -> None:
-        raise TypeError("a Function that writes into its inputs (ctx.mark_dirty) is not pure: do not declare it with actmem.replayable.")
+    def mark_dirty(self, *_: torch.Tensor) -> None:
+        """Refuse: a replay would write into what others may still read."""
+        raise TypeError(
+            "a Function that writes into its inputs (ctx.mark_dirty) is not pure: do not declare it with "
+            "actmem.replayable."
+        )
 
 
 def _recording() -> Tape | None:

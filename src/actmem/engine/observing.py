@@ -9,6 +9,7 @@ import torch
 
 from actmem.engine.operators import Operator
 from actmem.engine.values import Value
+from actmem.torchcompat import storage_key
 
 __all__ = ["Observation", "Row"]
 
@@ -88,7 +89,7 @@ class Observation:
 
     def given(self, value: Value, tensor: torch.Tensor, num_bytes: int) -> None:
         """Note a value that came from outside."""
-        kind = "state" if tensor.untyped_storage()._cdata in self._state else "input"
+        kind = "state" if storage_key(tensor.untyped_storage()) in self._state else "input"
         self._add(value, Row("", kind, kind, tensor, num_bytes, value.why))
 
     def _add(self, value: Value, row: Row) -> None:

@@ -1,11 +1,13 @@
 """What the tape must know of an operator before it may record it.
 
 NOTE [ Never replayed ]
-Most operators may run again: same inputs, same bits. Those that may not are found here, each class with a name and a reason
+Most operators may run again: same inputs, same bits. Those that may not are found here, each class with a name and a
+reason
 (`REASONS`), and the tape treats what they wrote as given (see NOTE [ Barriers ] in `barriers.py`):
 
-- *uninitialised*, *constant*: a storage that was born with nothing, or one constant, in it is where a kernel that the tape cannot
-  see (Triton, numpy, pybind) puts its result. Nobody can say what is in it, until a recorded operator overwrites all of it.
+- *uninitialised*, *constant*: a storage that was born with nothing, or one constant, in it is where a kernel that the
+  tape cannot see (Triton, numpy, pybind) puts its result. Nobody can say what is in it, until a recorded operator
+  overwrites all of it.
 - *collective*: another rank would have to take part a second time.
 - *routing*: a tie may break the other way, and every shape behind it would change.
 - *opaque*: higher-order and custom operators may do what their schema does not say.
@@ -13,8 +15,8 @@ Most operators may run again: same inputs, same bits. Those that may not are fou
 - *unrepeatable*: two runs on the same input may differ in the last bit.
 - *transfer*: a copy from an accelerator to the host would make the host wait.
 
-Aliasing is what storages say, not what schemas say: an output on a known storage is a view of it. Writes are what the schema says, and the
-list `UNDECLARED_WRITES` where it says nothing.
+Aliasing is what storages say, not what schemas say: an output on a known storage is a view of it. Writes are what the
+schema says, and the list `UNDECLARED_WRITES` where it says nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ REASONS: dict[str, str] = {
     "transfer": "a copy from the accelerator to the host",
     "unseen": "made by code that the tape did not see, such as a compiled function",
     "external": "written from outside: the tape did not see the storage born",
-    "parameter": "reads a trainable parameter without differentiating through it; an optimizer that steps inside backward would change it",
+    "parameter": "reads a trainable parameter without differentiating through it; an optimizer that steps inside "
+    "backward would change it",
     "generator": "random, and the state of its generator cannot be read",
     "barrier": "fewer bytes than the never-replayed values that a replay would need",
     "cut": "one of the fewest bytes that part what is never replayed from what autograd saves",
@@ -137,7 +140,8 @@ _OVERWRITES = frozenset(
     }
     | {"rrelu_with_noise", "rrelu_with_noise_"}
 )
-"""In-place operators that write every element of what they write, and read none of it. (`out=` forms are found by their schema.)"""
+"""In-place operators that write every element of what they write, and read none of it. (`out=` forms are found by
+their schema.)"""
 
 UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
     "native_batch_norm": ("running_mean", "running_var"),
@@ -319,7 +323,8 @@ class Operator:
         if device.type == "cpu":
             return torch.default_generator
         generators: Any = getattr(torch.get_device_module(device), "default_generators", None)
-        index = device.index if device.index is not None else 0
+        index: Any = device.index  # None means the current one
+        index = torch.accelerator.current_device_index() if index is None else index
         return None if generators is None or index >= len(generators) else generators[index]
 
     def __repr__(self) -> str:

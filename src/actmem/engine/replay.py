@@ -1,12 +1,13 @@
 """Opening a handle: find what is held, replay what is not.
 
 NOTE [ Lazy, memoised replay ]
-A backward step asks for one saved tensor, and only the chain that leads to it is run. Running a node turns its outputs from *recorded* into *held*:
-the result stays in the value, the node is let go, and with it everything that only the node could reach. So each node runs at most once, a chain
-that others will also need is not run again, and a result lives exactly as long as a handle or a node that was not yet run can reach it.
+A backward step asks for one saved tensor, and only the chain that leads to it is run. Running a node turns its
+outputs from *recorded* into *held*: the result stays in the value, the node is let go, and with it everything that
+only the node could reach. So each node runs at most once, a chain that others will also need is not run again, and a
+result lives exactly as long as a handle or a node that was not yet run can reach it.
 
-Replayed operators run below autograd and autocast, under the numerics flags and generator state that were recorded, and in plain sight of every
-dispatch mode that is active: a FLOP counter counts them.
+Replayed operators run below autograd and autocast, under the numerics flags and generator state that were recorded,
+and in plain sight of every dispatch mode that is active: a FLOP counter counts them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn import Parameter
 
 from actmem.engine.checksum import checksum
 from actmem.engine.tape import Flattened, Handle
+from actmem.engine.trees import tensors
 from actmem.engine.values import UNCHECKED, Boxed, Node, Value, see
 from actmem.errors import FreedStorageError, ReplayError, SelfCheckError, VersionError
 from actmem.replaying import enter, leave
@@ -95,7 +97,8 @@ def _materialise(value: Value) -> None:
     order = _order(value)
     if not order:
         raise ReplayError(
-            "a saved value can no longer be replayed: its operator failed in an earlier backward pass. Run the forward pass again."
+            "a saved value can no longer be replayed: its operator failed in an earlier backward pass. Run the "
+            "forward pass again."
         )
     enter()
     try:
@@ -104,7 +107,7 @@ def _materialise(value: Value) -> None:
                 wanted, node = order.pop()
                 if wanted.node is node:  # else an earlier node of this chain made it, as another of its outputs
                     _run(node, wanted)
-                wanted = node = None  # let go at once of what nothing else needs
+                del wanted, node  # let go at once of what nothing else needs
     finally:
         leave()
 
@@ -125,7 +128,8 @@ def _order(value: Value) -> list[tuple[Value, Node]]:
                 node = parent.node
                 if node is None:
                     raise ReplayError(
-                        f"nothing holds {_name(parent)}, which a replay needs. This is a defect of actmem: please report it."
+                        f"nothing holds {_name(parent)}, which a replay needs. This is a defect of actmem: please "
+                        "report it."
                     )
                 if id(node) not in seen:
                     seen.add(id(node))
@@ -144,6 +148,8 @@ def _run(node: Node, wanted: Value) -> None:
     args = list(node.args)
     kwargs = dict(node.kwargs) if node.kwargs else None
     writes = node.writes
+    i: Any
+    j: Any
     for i, j, value, size, stride, offset, dtype, bits in node.refs:
         if value is None:
             continue
@@ -163,10 +169,10 @@ def _run(node: Node, wanted: Value) -> None:
     out = _call(node, args, kwargs)
     if node.outs is None:
         if type(out) is not Tensor:
-            out = next(iter(_tensors(out)))
+            out = next(iter(tensors(out)))
         _made(wanted, out)
         return
-    results = dict(enumerate(_tensors(out)))
+    results = dict(enumerate(tensors(out)))
     if writes is not None:
         for k, (i, j, _, _) in enumerate(writes):
             results[-1 - k] = _placed(args, kwargs, i, j)
@@ -205,7 +211,7 @@ def _draw(node: Node, args: list[Any], kwargs: dict[str, Any] | None) -> Any:
 
 
 def _writable(base: Tensor, value: Value) -> Tensor:
-    """Return a tensor on bytes that an in-place operator may write: a copy, unless nothing else will read the old ones."""
+    """Return a tensor on bytes that may be written: a copy, unless nothing else will read the old ones."""
     # The references that do not count: the node's, the loop's, this name's and the call's.
     if value.own and sys.getrefcount(value) <= 4:
         return base
@@ -241,17 +247,6 @@ class _Own(list[Any]):
     """A list argument that was copied for this call: the recorded one stays as it is."""
 
 
-def _tensors(out: Any) -> Any:
-    if isinstance(out, Tensor):
-        yield out
-    elif isinstance(out, (list, tuple)):
-        for x in out:  # pyright: ignore[reportUnknownVariableType]
-            yield from _tensors(x)
-    elif isinstance(out, dict):
-        for x in out.values():  # pyright: ignore[reportUnknownVariableType]
-            yield from _tensors(x)
-
-
 # -------------------------------------------------------------------- errors
 
 
@@ -267,14 +262,16 @@ def _name(value: Value) -> str:
 def _changed(value: Value) -> str:
     return (
         f"{_name(value)} was changed in place after the forward pass that needs it for backward: it is at version "
-        f"{value.held._version}, expected version {value.version}. Gradients would be wrong. Move the in-place change (an optimizer step, "
+        f"{value.held._version}, expected version {value.version}. Gradients would be wrong. Move the in-place "
+        "change (an optimizer step, "
         "`x.mul_(...)`, a later in-place residual) behind the backward pass, or make it out of place."
     )
 
 
 def _freed(value: Value) -> str:
     return (
-        f"{_name(value)} has no memory when a replay needs it: it was freed or resharded after the forward pass (FSDP or ZeRO-3 around a part of the "
+        f"{_name(value)} has no memory when a replay needs it: it was freed or resharded after the forward pass "
+        "(FSDP or ZeRO-3 around a part of the "
         "block). Shard whole blocks, or apply actmem to blocks that lie inside the sharded unit."
     )
 
@@ -282,7 +279,9 @@ def _freed(value: Value) -> str:
 def _mismatch(handle: Handle) -> str:
     what = _name(handle.value)
     return (
-        f"replaying {what} did not give the bits of the forward pass. Likely cause: a kernel that torch cannot see (Triton, numpy, a C++ extension) "
-        "wrote into a tensor of this chain, or an operator in it is not deterministic. Declare the function that launches the kernel with "
+        f"replaying {what} did not give the bits of the forward pass. Likely cause: a kernel that torch cannot "
+        "see (Triton, numpy, a C++ extension) "
+        "wrote into a tensor of this chain, or an operator in it is not deterministic. Declare the function that "
+        "launches the kernel with "
         "actmem.replayable(fn), or keep that module's results: Rule('save', module='...')."
     )

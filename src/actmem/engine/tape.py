@@ -1,18 +1,23 @@
-"""The tape: a dispatch mode that records what really ran in a block's forward, and the hook that sees what autograd saves of it.
+"""The tape: a dispatch mode that sees what runs in a block's forward, and a hook that sees what autograd saves of it.
 
 NOTE [ Replay the tape, not the code ]
-Recomputation elsewhere runs a module's Python code a second time. Here Python runs once. The tape sits below autograd, sees every operator of the
-forward, and writes down those whose results the plan does not keep. When autograd saves a tensor, it gets a `Handle` instead: a value and a
-geometry. In the backward pass a handle is opened (`replay.py`), and only the operators that lead to its value are run again, from what is held. No
-hook, cache, counter or random generator is touched twice, because no code that touches one is run.
+Recomputation elsewhere runs a module's Python code a second time. Here Python runs once. The tape sits below
+autograd, sees every operator of the forward, and writes down those whose results the plan does not keep. When
+autograd saves a tensor, it gets a `Handle` instead: a value and a geometry. In the backward pass a handle is opened
+(`replay.py`), and only the operators that lead to its value are run again, from what is held. No hook, cache, counter
+or random generator is touched twice, because no code that touches one is run.
 
-What a recorded operator reads is resolved at once, by storage and version (NOTE [ Values ]), so that the following holds at any moment: **every handle is
-closed**: each chain that leads to its value ends in values that are held. Recording cannot break that. Saving (`pack`) establishes it for the
-new handle (NOTE [ Barriers ]). A write in place would break it, so what it overwrites is copied first if anything can still reach it (`_preserve`).
+What a recorded operator reads is resolved at once, by storage and version (NOTE [ Values ]), so that the following
+holds at any moment: **every handle is closed**: each chain that leads to its value ends in values that are held.
+Recording cannot break that. Saving (`pack`) establishes it for the new handle (NOTE [ Barriers ]). A write in place
+would break it, so what it overwrites is copied first if anything can still reach it (`_preserve`).
 
-Versions are read late: the counter of a tensor that an operator writes moves after the handler has returned. So a value becomes held, and its version is
-noted, when something first refers to it, never at its birth.
+Versions are read late: the counter of a tensor that an operator writes moves after the handler has returned. So a
+value becomes held, and its version is noted, when something first refers to it, never at its birth.
 """
+
+# pyright: reportPrivateUsage=false
+# `_cdata` is read here and not through `torchcompat.storage_key`, because this is the hot path.
 
 from __future__ import annotations
 
@@ -33,6 +38,7 @@ from actmem.engine.cutting import Cut
 from actmem.engine.deciding import Verdicts
 from actmem.engine.observing import Observation
 from actmem.engine.operators import DESCRIBED, Operator, describe
+from actmem.engine.trees import tensors
 from actmem.engine.values import KEPT, UNCHECKED, Boxed, Node, Value, geometry
 from actmem.torchcompat import (
     TorchDispatchMode,
@@ -42,6 +48,7 @@ from actmem.torchcompat import (
     never_compile,
     numerics,
     outer_hooks,
+    storage_key,
     without_dispatch_modes,
 )
 
@@ -101,7 +108,7 @@ class Tape(TorchDispatchMode):
         inputs: set[int],
         cut: Cut | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
         self.lock = threading.RLock()
         """Held during a replay: backward may run on several threads."""
         self.address = ""
@@ -115,11 +122,13 @@ class Tape(TorchDispatchMode):
         self._trainable = trainable
         """Storages of the block's trainable parameters."""
         self._inputs = inputs
-        """Storages of the block's arguments: they count as held. Others with a history come from work that the tape cannot see."""
+        """Storages of the block's arguments: they count as held. Others with a history come from work that the tape
+        cannot see."""
         self._outer = outer_hooks()
         self._provisional: list[Value] = []
         self._reserve: list[Tensor] = []
-        """Constants that a recorded operator read, such as the ones that a mask is cut from: kept from dying until the forward is over."""
+        """Constants that a recorded operator read, such as the ones that a mask is cut from: kept from dying until
+        the forward is over."""
         self._bits = False
         self.paused = False
         """Operators run unrecorded: they belong to a call that is recorded as a whole, or to the self-check."""
@@ -219,11 +228,11 @@ class Tape(TorchDispatchMode):
     def _record_special(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator that writes, draws, or is never replayed."""
         func = operator.func
-        written = [w for w in _written(operator, args, kwargs)]
+        written = list(_written(operator, args, kwargs))
         keep = self._known.get(func)
         if keep is None:
             keep = self._verdicts.decide(operator, self.address, self._counts, written[0][2] if written else None)
-        forbidden = operator.forbids(args, kwargs, next(_tensors(args), None))
+        forbidden = operator.forbids(args, kwargs, next(tensors(args), None))
         if self._numbered and self._in_cut(func):
             keep, forbidden = "cut", None
         draws = forbidden is None and operator.draws(args, kwargs)
@@ -237,10 +246,7 @@ class Tape(TorchDispatchMode):
             operator.overwrites and t.numel() * t.element_size() == t.untyped_storage().nbytes() for _, _, t in written
         ]
         # Why the new version of each written storage cannot be made by this node; None if it can.
-        fates = [
-            forbidden or keep or _inherited(v, entire)
-            for v, entire in zip(old, whole, strict=True)
-        ]
+        fates = [forbidden or keep or _inherited(v, entire) for v, entire in zip(old, whole, strict=True)]
         coverage = (
             self._coverage(operator, written, old)
             if forbidden is None and not keep and fates == ["uninitialised"]
@@ -259,7 +265,7 @@ class Tape(TorchDispatchMode):
             if v is not None:
                 if v.row is not None:
                     v.row.overwritten = True
-                self._values.pop(v.storage()._cdata, None)
+                self._values.pop(storage_key(v.storage()), None)
                 _preserve(v)
         out = func(*args, **kwargs)
         made: list[tuple[int, weakref.ref[Value]]] = []
@@ -284,7 +290,7 @@ class Tape(TorchDispatchMode):
     def record_call(self, operator: Operator, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a declared function, and record it as one operator, whose replay runs `operator.func`."""
         generators = [torch.default_generator]
-        first = next(_tensors(_flat((args, kwargs))), None)
+        first = next(tensors(args, kwargs), None)
         if first is not None and first.device.type != "cpu":
             generators = [g for g in (operator.generator((), {}, first.device),) if g is not None]
         states = [(g, g.get_state()) for g in generators]
@@ -331,7 +337,7 @@ class Tape(TorchDispatchMode):
     ) -> None:
         """Make a value of each output tensor that is no view of something known."""
         made = made or []
-        for slot, t in enumerate(_tensors((out,) if isinstance(out, Tensor) else _flat(out))):
+        for slot, t in enumerate(tensors(out)):
             try:
                 storage = t.untyped_storage()
             except (NotImplementedError, RuntimeError):
@@ -478,7 +484,8 @@ class Tape(TorchDispatchMode):
             pack, unpack = self._outer
             value.held = Boxed(pack(_base_of(tensor, make_alias)), unpack)
         elif parameter and not (origin.is_conj() or origin.is_neg()):
-            # By its object: whoever swaps its data (ZeRO-3, FSDP) finds it swapped here too. It has no history, so no cycle.
+            # By its object: whoever swaps its data (ZeRO-3, FSDP) finds it swapped here too. It has no history, so no
+            # cycle.
             value.held = origin
             value.version = origin._version
             value.num_bytes = value.num_bytes or origin.untyped_storage().nbytes()
@@ -491,9 +498,10 @@ class Tape(TorchDispatchMode):
     def _adopt(self, args: tuple[Any, ...]) -> None:
         """Exchange the copies of leaf tensors that `pack` was shown for the tensors themselves.
 
-        Autograd shows its hooks a copy of a leaf that has a version counter of its own. The operator that saved it comes next, with the leaf.
+        Autograd shows its hooks a copy of a leaf that has a version counter of its own. The operator that saved it
+        comes next, with the leaf.
         """
-        for t in _tensors(_flat(args)):
+        for t in tensors(args):
             try:
                 storage = t.untyped_storage()
             except (NotImplementedError, RuntimeError):
@@ -565,7 +573,7 @@ class Tape(TorchDispatchMode):
 
     def keep_outputs(self, out: Any) -> None:
         """Hold the values of a nested unit's outputs, so that no replay from behind it reaches into the unit."""
-        for t in _tensors(_flat(out)):
+        for t in tensors(out):
             value = self._lookup(t)
             if value is not None and value.node is not None and value.held is None:
                 self._hold(value, t, alias)
@@ -639,7 +647,7 @@ def _base_of(tensor: Tensor, make_alias: Any) -> Tensor:
 def _generator_state(
     operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Generator, Tensor] | None:
-    first = next(_tensors(_flat(args)), None)
+    first = next(tensors(args), None)
     device = first.device if first is not None else torch.device(kwargs.get("device") or torch.get_default_device())
     generator = operator.generator(args, kwargs, device)
     if generator is None:
@@ -662,18 +670,3 @@ def _written(
             for j, t in enumerate(x):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
                 if isinstance(t, Tensor):
                     yield where, j, t
-
-
-def _flat(x: Any) -> Iterable[Any]:
-    if isinstance(x, (list, tuple)):
-        for y in x:  # pyright: ignore[reportUnknownVariableType]
-            yield from _flat(y)
-    elif isinstance(x, dict):
-        for y in x.values():  # pyright: ignore[reportUnknownVariableType]
-            yield from _flat(y)
-    else:
-        yield x
-
-
-def _tensors(items: Iterable[Any]) -> Any:
-    return (x for x in items if isinstance(x, Tensor))

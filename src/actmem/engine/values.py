@@ -1,10 +1,11 @@
 """The tape's nouns: values, nodes, references, and how a tensor is seen through them.
 
 NOTE [ Values ]
-The unit of the tape is not a tensor but a *value*: one storage, in one version. A view costs nothing: it is a value and a geometry. An
-operator that writes in place makes a new value on the same storage. Values and nodes form a graph that points only backwards (a value to the node that
-made it, a node to the values it read), so that reference counts alone decide how long anything lives: a value lives as long as a
-handle that autograd holds, or a node that may still be replayed, can reach it. There are no cycles, no registry and nothing to reset.
+The unit of the tape is not a tensor but a *value*: one storage, in one version. A view costs nothing: it is a value
+and a geometry. An operator that writes in place makes a new value on the same storage. Values and nodes form a graph
+that points only backwards (a value to the node that made it, a node to the values it read), so that reference counts
+alone decide how long anything lives: a value lives as long as a handle that autograd holds, or a node that may still
+be replayed, can reach it. There are no cycles, no registry and nothing to reset.
 
 A value is in one of four states:
 
@@ -26,7 +27,7 @@ from actmem.engine.coverage import Coverage
 
 __all__ = ["Boxed", "Geometry", "Node", "Value", "geometry", "see"]
 
-Geometry = tuple[Any, Any, int, torch.dtype, int]
+Geometry = tuple[Any, Any, Any, torch.dtype, int]
 """Size, stride, storage offset, dtype, and the conj (1) and neg (2) bits."""
 
 KEPT = ("save", "cut")
@@ -81,7 +82,8 @@ class Node:
     """One recorded operator call: what is needed to run it again."""
 
     writes: list[tuple[int | str, int, int, torch.device]] | None = None
-    """A tuple for each written argument: (position or name, position in a list or -1, bytes to allocate anew or -1, device)."""
+    """A tuple for each written argument: (position or name, position in a list or -1, bytes to allocate anew or -1,
+    device)."""
     outs: list[tuple[int, weakref.ref[Value]]] | None = None
     """Slot and value of each output, where there are several. The only arrows that point forwards, hence weak."""
     state: tuple[torch.Generator, torch.Tensor] | None = None
@@ -112,7 +114,7 @@ def geometry(tensor: torch.Tensor) -> Geometry:
     return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, bits
 
 
-def see(base: torch.Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, bits: int) -> torch.Tensor:
+def see(base: torch.Tensor, size: Any, stride: Any, offset: Any, dtype: Any, bits: Any) -> torch.Tensor:
     """Return the tensor of the given geometry on the storage of `base`.
 
     Runs below autograd. `base` itself has neither bit set.

@@ -38,14 +38,16 @@ def render(report: Report, *, width: int = 140) -> str:
     if report.kinds:
         console.print()
         console.print(
-            f"held for backward: {size(report.held_bytes)}; plain training holds {size(report.plain_bytes)} in these blocks. "
+            f"held for backward: {size(report.held_bytes)}; plain training holds {size(report.plain_bytes)} in "
+            "these blocks. "
             f"recomputed {size(report.recomputed_bytes)}, saved by the plan {size(report.saved_bytes)}, "
             f"never replayed {size(report.never_replayed_bytes)}, {report.num_replayed} values replayed.",
             markup=False,
         )
     for module, num_bytes in report.opaque_bytes.items():
         console.print(
-            f"held because {module} runs a kernel that the tape cannot see: {size(num_bytes)}. If the function that launches it "
+            f"held because {module} runs a kernel that the tape cannot see: {size(num_bytes)}. If the function "
+            "that launches it "
             "is pure, declare it, and it is replayed: fn = actmem.replayable(fn)",
             markup=False,
         )
