@@ -34,10 +34,11 @@ def llama(size: Size, form: str) -> LlamaLike:
     return model
 
 
-def train_step(model: nn.Module, batch: tuple[Tensor, ...], seed: int = 0) -> Tensor:
-    """Run forward and backward from no gradients; return the loss."""
-    torch.manual_seed(seed)
-    model.zero_grad()
+def train_step(model: nn.Module, batch: tuple[Tensor, ...], *, accumulate: bool = False) -> Tensor:
+    """Run forward and backward, from no gradients or on top of those that are there; return the loss."""
+    torch.manual_seed(0)
+    if not accumulate:
+        model.zero_grad()
     loss = model(*batch)
     loss.backward()
     return loss.detach()

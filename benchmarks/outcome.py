@@ -63,8 +63,8 @@ class Outcome:
     def print(self, console: Console) -> None:
         """Show every variant and every bound."""
         for title, variants in (("exact", self.exact), ("measured", self.measured)):
-            if variants:
-                console.print(_table(f"{self.name}, {title}", variants))
+            for group in alike(variants):
+                console.print(_table(f"{self.name}, {title}", group))
         table = Table(title=f"{self.name}, bounds")
         for heading in ("promise", "value", "at most", "kept"):
             table.add_column(heading, justify="left" if heading == "promise" else "right")
@@ -100,17 +100,20 @@ def shown(key: str, value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def columns(variants: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the keys that any variant has, in the order of their first appearance."""
-    return list(dict.fromkeys(key for figures in variants.values() for key in figures))
+def alike(variants: dict[str, dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
+    """Group variants that have the same kinds of figures, so that no table has holes."""
+    groups: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for name, figures in variants.items():
+        groups.setdefault(tuple(figures), {})[name] = figures
+    return list(groups.values())
 
 
 def _table(title: str, variants: dict[str, dict[str, Any]]) -> Table:
     table = Table(title=title)
     table.add_column("variant")
-    keys = columns(variants)
+    keys = list(next(iter(variants.values())))
     for key in keys:
         table.add_column(key.removesuffix("_bytes").removesuffix("_seconds").replace("_", " "), justify="right")
     for name, figures in variants.items():
-        table.add_row(name, *(shown(k, figures[k]) if k in figures else "" for k in keys))
+        table.add_row(name, *(shown(k, figures[k]) for k in keys))
     return table

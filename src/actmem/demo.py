@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -239,7 +240,7 @@ def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table(title="The same training, three ways")
+    table = Table(title="The same training, three ways", box=SIMPLE_HEAD)
     table.add_column("mode")
     for heading in ("peak MiB", "saved MiB", "replayed GFLOP", "of forward", "time", "gradients equal", "loss equal"):
         table.add_column(heading, justify="right")
@@ -265,8 +266,7 @@ def main() -> int:
     num_parameters = sum(p.numel() for p in LlamaLike(size).parameters())
     console.print(
         f"A Llama-like model: {num_parameters / 1e6:.1f} million parameters, {size.num_layers} layers, "
-        f"batch {size.batch} x {size.length}; {num_steps + 1} steps of AdamW on the CPU, "
-        f"{torch.get_num_threads()} thread(s)."
+        f"batch {size.batch} x {size.length}.\n{num_steps + 1} steps of AdamW on the CPU, each under every mode.\n"
     )
     rows = compare(size, num_steps)
     console.print(_table(rows))

@@ -86,6 +86,7 @@ def verify(
 
 def _step(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None, seed: int) -> _Outcome:
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
+    torch.clear_autocast_cache()  # else the second step finds the casts of the first, if autocast is on around both
     for p in model.parameters():
         p.grad = None
     for t in _inputs(batch).values():
@@ -120,8 +121,8 @@ def _loss(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
 
 
 def _inputs(batch: Any) -> dict[str, Tensor]:
-    named: Any = batch if isinstance(batch, dict) else dict(enumerate(batch))  # pyright: ignore[reportUnknownVariableType]
-    return {f"input {k}": t for k, t in named.items() if isinstance(t, Tensor) and t.is_leaf and t.requires_grad}
+    named: list[tuple[Any, Any]] = list(batch.items() if hasattr(batch, "items") else enumerate(batch))
+    return {f"input {k}": t for k, t in named if isinstance(t, Tensor) and t.is_leaf and t.requires_grad}
 
 
 def _tree(model: nn.Module) -> dict[str, str]:

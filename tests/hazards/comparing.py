@@ -1,12 +1,13 @@
 """Run one training step three ways - plain, under torch.utils.checkpoint, under actmem - and say what differs."""
 
 import functools
+import math
 import random
 import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,16 +45,17 @@ def by_transformers(name: str, **options: Any) -> Form:
     return Form(name, put_on)
 
 
-def both(name: str, first: Form, second: Form) -> Form:
-    def put_on(model: nn.Module) -> None:
-        first.put_on(model)
-        second.put_on(model)
-
-    return Form(name, put_on)
-
-
 NON_REENTRANT = by_hand("non-reentrant", use_reentrant=False)
 REENTRANT = by_hand("reentrant", use_reentrant=True)
+HF_REENTRANT = by_transformers("transformers' switch, reentrant", use_reentrant=True)
+HF_NON_REENTRANT = by_transformers("transformers' switch, non-reentrant", use_reentrant=False)
+OTHER_FORM = {
+    NON_REENTRANT.name: REENTRANT,
+    REENTRANT.name: NON_REENTRANT,
+    HF_REENTRANT.name: HF_NON_REENTRANT,
+    HF_NON_REENTRANT.name: HF_REENTRANT,
+}
+"""What people try next."""
 
 
 # ---------------------------------------------------------------- what a run can show
@@ -64,10 +66,10 @@ class Finding:
     """How one run of a step differs from plain training."""
 
     error: str | None = None
-    """Type and first words, if the step raised."""
+    """Type and message, if the step raised."""
     loss_off: float = 0.0
     gradients_off: float = 0.0
-    """Norm of the difference over the norm of the plain gradients, over those that both have."""
+    """Norm of the difference over the norm of the plain gradients, over those that both have; infinite for NaN."""
     num_missing: int = 0
     """Gradients that plain training has and this run has not."""
     num_gradients: int = 0
@@ -81,20 +83,27 @@ class Finding:
 
     @property
     def exact(self) -> bool:
-        wrong = self.error or self.loss_off or self.gradients_off or self.num_missing or self.state_off
-        return not wrong
+        """Whether nothing differs from plain training, to the bit."""
+        return not (self.error or self.loss_off or self.gradients_off or self.num_missing or self.state_off)
+
+    @property
+    def kind(self) -> Literal["exact", "wrong", "raises"]:
+        return "raises" if self.error else "exact" if self.exact else "wrong"
 
     def __str__(self) -> str:
         said = f"warns “{self.warned}”; " if self.warned else ""
         if self.error is not None:
-            return f"{said}**raises** {self.error}"
+            kind, message = self.error.split(": ", 1)
+            return f"{said}**raises** `{kind}`: “{first_words(message)}”"
         parts = [f"loss off by {share(self.loss_off)}"] if self.loss_off else []
         if self.gradients_off:
-            parts.append(f"gradients off by {share(self.gradients_off)}")
+            off = math.isfinite(self.gradients_off)
+            parts.append(f"gradients off by {share(self.gradients_off)}" if off else "gradients are NaN")
         if self.num_missing:
             parts.append(f"{self.num_missing} of {self.num_gradients} gradients are None")
         parts += self.state_off
-        wrong = f"**silently wrong**: {', '.join(parts)}" if parts else "exact"
+        word = "wrong" if self.warned else "silently wrong"
+        wrong = f"**{word}**: {', '.join(parts)}" if parts else "exact"
         if self.held_fraction is not None:
             wrong += f"; holds {share(self.held_fraction)} of plain's bytes"
         if self.rerun_fraction is not None:
@@ -110,7 +119,8 @@ def share(fraction: float) -> str:
     """
     if 0 < fraction < 1e-3:
         return f"{fraction:.0e}"
-    return f"{fraction:.0%}".replace("%", " %") if fraction == 0 or fraction >= 0.1 else f"{fraction:.1%}".replace("%", " %")
+    digits = 1 if 0 < fraction < 0.1 else 0
+    return f"{100 * fraction:.{digits}f} %"
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,7 @@ class Raises:
     """A regular expression for type and first words."""
 
     def holds(self, found: Finding) -> bool:
-        return found.error is not None and re.search(self.error, found.error) is not None
+        return found.error is not None and re.search(self.error, found.error, re.DOTALL) is not None
 
 
 @dataclass(frozen=True)
@@ -163,6 +173,8 @@ class Wastes:
 @dataclass(frozen=True)
 class Row:
     torch: Finding
+    other: Finding | None
+    """Under the other form of torch's checkpoint, where there is one."""
     actmem: Finding
     num_replayed: int
     recomputed_bytes: int
@@ -171,6 +183,8 @@ class Row:
     def actmem_text(self) -> str:
         if self.actmem.error is not None:
             return str(self.actmem)
+        if not self.num_replayed:
+            return f"{self.actmem}; `report()` says 0 B recomputed"
         return f"{self.actmem}; {self.num_replayed} values replayed"
 
 
@@ -198,15 +212,22 @@ class Hazard:
     """A regular expression for actmem's error, where the right thing to do is to refuse."""
     at_most: Wastes | None = None
     """What the step may cost under actmem."""
+    other: Literal["exact", "wrong", "raises"] | None = None
+    """What the other form of torch's checkpoint comes to: reentrant for non-reentrant, and the other way round."""
+    only_told: bool = False
+    """actmem cannot do better here, and its report says that nothing was recomputed."""
 
     def check(self, row: Row) -> None:
         """Assert that torch's checkpoint fails as expected, and that actmem is exact and did something."""
         assert self.expected.holds(row.torch), f"torch.utils.checkpoint: {row.torch}, expected {self.expected}"
+        if self.other is not None:
+            assert row.other is not None and row.other.kind == self.other, f"the other form: {row.other}"
         if self.refusal is not None:
-            assert row.actmem.error is not None and re.search(self.refusal, row.actmem.error), row.actmem
+            assert row.actmem.error is not None and re.search(self.refusal, row.actmem.error, re.DOTALL), row.actmem
             return
         assert row.actmem.exact, f"actmem: {row.actmem}"
-        assert row.num_replayed > 0 and row.recomputed_bytes > 0
+        did = row.num_replayed > 0 and row.recomputed_bytes > 0
+        assert did is not self.only_told, f"{row.num_replayed} values replayed, {row.recomputed_bytes} bytes recomputed"
         if self.at_most is not None:
             assert row.actmem.held_fraction is not None and row.actmem.held_fraction <= self.at_most.held_fraction
             assert row.actmem.rerun_fraction is not None and row.actmem.rerun_fraction <= self.at_most.rerun_fraction
@@ -226,17 +247,10 @@ def measure_row(hazard: Hazard) -> Row:
         return lambda: reports.append(applied.report())
 
     theirs = _compare(plain, _run(hazard, hazard.form.put_on))
-    if hazard.refusal is not None:  # the model as torch's checkpoint leaves it is what actmem must refuse
-        refused = functools.partial(_apply_beside, hazard.form) if isinstance(hazard.expected, Wastes) else apply
-        return Row(theirs, _compare(plain, _run(hazard, refused)), 0, 0)
+    other = _compare(plain, _run(hazard, OTHER_FORM[hazard.form.name].put_on)) if hazard.other else None
     ours = _compare(plain, _run(hazard, apply))
     report = reports[0] if reports else None
-    return Row(theirs, ours, report.num_replayed if report else 0, report.recomputed_bytes if report else 0)
-
-
-def _apply_beside(form: Form, model: nn.Module) -> None:
-    form.put_on(model)
-    actmem.apply(model, actmem.Full())
+    return Row(theirs, other, ours, report.num_replayed if report else 0, report.recomputed_bytes if report else 0)
 
 
 @dataclass
@@ -268,7 +282,7 @@ def _run(hazard: Hazard, prepare: Callable[[nn.Module], Callable[[], None] | Non
             if finish is not None:
                 finish()
         except (RuntimeError, ValueError) as error:  # what torch's checkpoint and actmem raise
-            out.error = f"`{type(error).__name__}`: “{first_words(str(error))}”"
+            out.error = f"{type(error).__name__}: {error}"
     out.warned = next((first_words(str(w.message)) for w in caught if "checkpoint" in w.filename), None)
     out.gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     out.state = {n: s.detach().clone() if isinstance(s, Tensor) else s for n, s in hazard.state(model).items()}
@@ -297,7 +311,7 @@ def _compare(plain: _Outcome, run: _Outcome) -> Finding:
     loss, other = float(plain.loss), float(run.loss)
     return Finding(
         loss_off=abs(loss - other) / abs(loss),
-        gradients_off=(apart / norm) ** 0.5 if norm else 0.0,
+        gradients_off=(apart / norm if math.isfinite(apart) else math.inf) ** 0.5 if norm else 0.0,
         num_missing=sum(b is None for _, b in pairs),
         num_gradients=len(pairs),
         state_off=_differing(plain.state, run.state),

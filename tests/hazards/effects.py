@@ -1,4 +1,4 @@
-"""Switched on, and does nothing or too much: a policy that never matches, hooks in the way, two wrappers at once."""
+"""Switched on, and does nothing: a policy that never matches, hooks in the way."""
 
 from typing import Any
 
@@ -8,11 +8,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import actmem
-from tests.hazards.comparing import NON_REENTRANT, Hazard, Wastes, both, by_hand
-from tests.hazards.libraries import HF_NON_REENTRANT
-from tests.hazards.running_twice import issue, pytorch
+from tests.hazards.comparing import NON_REENTRANT, Hazard, Wastes, by_hand
+from tests.hazards.running_twice import pytorch
 from tests.hazards.stacks import DIM, stack, train
-from tests.zoo import ZOO, padded_tokens
 
 
 class Feed(nn.Module):
@@ -22,7 +20,7 @@ class Feed(nn.Module):
         self.down = nn.Linear(4 * DIM, DIM, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        return x + self.down(torch.sigmoid(torch.sin(self.up(x))))
 
 
 class Hooked(Feed):
@@ -38,12 +36,6 @@ def policy(*ops: Any) -> Any:
     return lambda: create_selective_checkpoint_contexts(decide)
 
 
-def llama_step(model: nn.Module) -> Tensor:
-    loss = model(**padded_tokens(model), use_cache=False).loss
-    loss.backward()
-    return loss
-
-
 HAZARDS = (
     Hazard(
         "an_operator_may_be_named_without_its_overload",
@@ -55,7 +47,7 @@ HAZARDS = (
         Wastes(rerun_fraction=0.25),
         pytorch(176065),
         mode=actmem.Selective(save=["aten.mm"]),
-        at_most=Wastes(held_fraction=1.0, rerun_fraction=0.0),
+        at_most=Wastes(held_fraction=0.8, rerun_fraction=0.0),
     ),
     Hazard(
         "a_mode_that_matches_nothing_is_refused",
@@ -70,7 +62,7 @@ HAZARDS = (
         refusal="ModeError.*matches nothing",
     ),
     Hazard(
-        "hooks_inside_a_block_do_not_switch_it_off",
+        "hooks_inside_a_block_show_in_the_report",
         "A2",
         "Saved-tensor hooks (offloading, logging) inside the block",
         stack(Hooked),
@@ -78,17 +70,7 @@ HAZARDS = (
         NON_REENTRANT,
         Wastes(held_fraction=0.95),
         pytorch(147449),
-        at_most=Wastes(held_fraction=0.8, rerun_fraction=1.0),
-    ),
-    Hazard(
-        "recomputing_twice_over_is_refused",
-        "A2",
-        "transformers' switch is on and the layers are wrapped too (Trainer and FSDP plugin)",
-        ZOO["llama"].build,
-        llama_step,
-        both("both non-reentrant", HF_NON_REENTRANT, NON_REENTRANT),
-        Wastes(rerun_fraction=1.2),
-        (issue("linkedin/Liger-Kernel", 1064), "https://github.com/Lightning-AI/pytorch-lightning/pull/18006"),
-        refusal="ApplyError.*gradient_checkpointing",
+        only_told=True,
+        other="exact",
     ),
 )

@@ -86,6 +86,8 @@ ROUTING = (
         NON_REENTRANT,
         Raises("different metadata"),
         (issue("pytorch/torchtitan", 1117), issue("NVIDIA-NeMo/Automodel", 3325)),
+        state=lambda model: {"bias": model.blocks[0].bias},
+        other="wrong",
     ),
     Hazard(
         "tokens_go_to_the_same_experts_in_backward",
@@ -96,6 +98,7 @@ ROUTING = (
         NON_REENTRANT,
         Raises("different metadata"),
         ("https://github.com/NVIDIA-NeMo/Automodel/pull/3140", issue("NVIDIA-NeMo/RL", 1203)),
+        other="wrong",
     ),
     Hazard(
         "gathered_experts_are_the_same_in_backward",
@@ -106,6 +109,7 @@ ROUTING = (
         NON_REENTRANT,
         GoesWrong(gradients_off=0.01),
         ("https://github.com/NVIDIA-NeMo/Automodel/pull/3156",),
+        other="wrong",
     ),
 )
 
@@ -182,6 +186,7 @@ FORMATS = (
         NON_REENTRANT,
         Raises("different metadata|different number"),
         (issue("NVIDIA/TransformerEngine", 415),),
+        other="wrong",
     ),
     Hazard(
         "a_quantisation_context_of_a_library_is_kept",
@@ -192,6 +197,7 @@ FORMATS = (
         NON_REENTRANT,
         GoesWrong(gradients_off=1e-4),
         ("https://github.com/NVIDIA/Megatron-LM/pull/7538",),
+        other="wrong",
     ),
     Hazard(
         "delayed_scaling_uses_the_scale_of_forward",
@@ -203,6 +209,7 @@ FORMATS = (
         GoesWrong(gradients_off=1e-3, state_off="amax"),
         (issue("NVIDIA/TransformerEngine", 1190),),
         state=lambda model: {"amax": model.blocks[0].amax},
+        other="wrong",
     ),
 )
 

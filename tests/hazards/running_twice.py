@@ -114,6 +114,7 @@ OTHER_PATH = (
         NON_REENTRANT,
         Raises("CheckpointError.*(different metadata|different number)"),
         (*pytorch(144035), issue("NVlabs/LongLive", 16)),
+        other="wrong",
     ),
     Hazard(
         "a_branch_on_a_random_number_is_taken_once",
@@ -124,6 +125,7 @@ OTHER_PATH = (
         NON_REENTRANT,
         Raises("CheckpointError.*(different metadata|different number)"),
         (issue("pytorch/torchtitan", 1117),),
+        other="wrong",
     ),
     Hazard(
         "an_attention_kernel_chosen_by_context_is_kept",
@@ -134,6 +136,7 @@ OTHER_PATH = (
         NON_REENTRANT,
         Raises("CheckpointError.*(different metadata|different number)"),
         (issue("huggingface/trl", 4314), "https://github.com/NVIDIA-NeMo/Automodel/pull/2993"),
+        other="wrong",
     ),
     Hazard(
         "a_weight_shared_under_autocast_may_be_recomputed",
@@ -180,6 +183,15 @@ class PythonNoise(nn.Module):
         return x + torch.tanh(self.up(x) * random.uniform(0.5, 1.5))
 
 
+def filled_step(model: nn.Module) -> Tensor:
+    """Run one step with uninitialised memory filled by NaN, so that whoever reads it is found out every time."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return train(model)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def gpt2_step(model: nn.Module) -> Tensor:
     loss = ZOO["gpt2_dropout"].step(model)
     loss.backward()
@@ -200,12 +212,13 @@ RANDOM = (
     Hazard(
         "rrelu_is_exact",
         "A3",
-        "`nn.RReLU` in training: its noise is an output that the operator fills",
+        "`nn.RReLU` in training, with uninitialised memory filled by NaN (deterministic algorithms on)",
         stack(RandomReLU),
-        train,
+        filled_step,
         NON_REENTRANT,
         GoesWrong(gradients_off=0.01),
         pytorch(193671),
+        other="exact",
     ),
     Hazard(
         "noise_from_a_private_generator_is_the_same_in_backward",
@@ -215,6 +228,7 @@ RANDOM = (
         train,
         NON_REENTRANT,
         GoesWrong(gradients_off=0.01),
+        other="wrong",
     ),
     Hazard(
         "noise_from_python_is_the_same_in_backward",
@@ -224,6 +238,7 @@ RANDOM = (
         train,
         NON_REENTRANT,
         GoesWrong(gradients_off=0.01),
+        other="wrong",
     ),
 )
 
@@ -291,6 +306,7 @@ TWICE = (
             for name, buffer in model.named_buffers()
             if name in ("layer1.0.bn1.running_mean", "layer1.0.bn1.num_batches_tracked")
         },
+        other="wrong",
     ),
     Hazard(
         "a_counter_in_forward_counts_once",
@@ -302,6 +318,7 @@ TWICE = (
         GoesWrong(state_off="num_tokens"),
         ("https://github.com/NVIDIA/Megatron-LM/pull/1433",),
         state=tokens_of_first,
+        other="wrong",
     ),
     Hazard(
         "spectral_norm_iterates_once",
@@ -312,6 +329,7 @@ TWICE = (
         NON_REENTRANT,
         GoesWrong(gradients_off=1e-3),
         state=lambda model: {"up._u": model.blocks[0].up.parametrizations.weight[0]._u},
+        other="wrong",
     ),
     Hazard(
         "expert_load_is_counted_once",
@@ -323,6 +341,7 @@ TWICE = (
         GoesWrong(state_off="load"),
         ("https://github.com/NVIDIA-NeMo/Automodel/pull/3247",),
         state=lambda model: {"load": model.blocks[0].load},
+        other="wrong",
     ),
 )
 

@@ -91,6 +91,7 @@ HAZARDS = (
         NON_REENTRANT,
         Raises("already unpacked once"),
         (*pytorch(82156), "https://github.com/state-spaces/mamba/pull/909"),
+        other="exact",
     ),
     Hazard(
         "the_result_of_a_saved_operator_may_be_overwritten",

@@ -33,6 +33,8 @@ class Program:
     """Instructions that are left out, as (block, position)."""
     twice: bool = False
     """Run backward twice."""
+    num_calls: int = 1
+    """Training steps. From the second on, an engine knows the program."""
 
     def describe(self) -> str:
         """Name the instructions, for whoever has to find out why a program fails."""
@@ -155,12 +157,15 @@ def _run(model: Model, mode: Any, *, checked: bool) -> Outcome:
     if applied is not None and not checked:
         applied.check_replay(0)
     torch.manual_seed(model.program.seed + 2)
-    loss = model()
-    if model.program.twice:
-        loss.backward(retain_graph=True)
-        torch.rand(1)
-    loss.backward()
-    tensors: dict[str, Tensor | None] = {"loss": loss.detach()}
+    tensors: dict[str, Tensor | None] = {}
+    for call in range(model.program.num_calls):
+        model.num_input_bytes = 0
+        loss = model()
+        if model.program.twice:
+            loss.backward(retain_graph=True)
+            torch.rand(1)
+        loss.backward()
+        tensors[f"loss {call}"] = loss.detach()
     tensors |= {f"gradient of {n}": p.grad for n, p in model.named_parameters()}
     tensors |= {"gradient of leaf": model.leaf.grad, "gradient of other": model.other.grad}
     tensors |= {f"parameter {n}": p for n, p in model.named_parameters()}

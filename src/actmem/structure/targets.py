@@ -140,9 +140,12 @@ def _owns_projections(module: nn.Module) -> bool:
 
 def _is_projection(module: nn.Module) -> bool:
     # An adapter (PEFT) keeps the projection that it adapts as `base_layer`.
-    base = getattr(module, "base_layer", module)
-    weight = getattr(base, "weight", None)
-    is_matrix = isinstance(weight, nn.Parameter) and weight.dim() > 1
+    base = module.get_submodule("base_layer") if "base_layer" in dict(module.named_children()) else module
+    # Not by `base.weight`: a parametrised weight is computed when it is read, and spectral norm iterates then.
+    own = dict(base.named_parameters(recurse=False))
+    parametrised = dict(base.named_parameters(prefix="")).get("parametrizations.weight.original")
+    weight = own.get("weight", parametrised)
+    is_matrix = weight is not None and weight.dim() > 1
     return is_matrix and not _is_named(base, _EMBEDDING_CLASS) and not _is_named(base, _NORM_CLASS)
 
 

@@ -1,0 +1,135 @@
+"""Every benchmark in small: exact counts and relations of bytes. Nothing here looks at a clock."""
+
+import gc
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import actmem
+from actmem import demo
+from benchmarks import memory, overhead, run
+from benchmarks.models import FORMS, llama, quantised, train_step
+from benchmarks.outcome import RESULTS, Bound, Outcome
+from benchmarks.table import BEGIN, DOCUMENT, END, update
+
+TINY = overhead.TINY
+
+
+def test_replayed_operators_are_counted_exactly() -> None:
+    outcome = Outcome("overhead", {})
+    overhead.count_operators(outcome, TINY)
+    assert {form: figures["replayed_operators"] for form, figures in outcome.exact.items()} == {
+        "plain": 0,
+        "torch full": 4 * 97,
+        "torch selective": 4 * 93,
+        "actmem full": 4 * 54,
+        "actmem selective": 4 * 41,
+        "actmem save everything": 0,
+    }
+    assert outcome.exact["actmem save everything"] == outcome.exact["plain"]
+    assert all(bound.kept for bound in outcome.bounds)
+
+
+def test_overhead_has_a_time_for_every_variant_and_every_bound() -> None:
+    outcome = overhead.run(TINY, num_repetitions=2, num_close_repetitions=2)
+    assert set(overhead.TRAINING) <= set(outcome.measured)
+    assert all(figures["step_seconds"] > 0 for figures in outcome.measured.values())
+    assert [bound.limit for bound in outcome.bounds if not bound.exact] == [0.75, 1.02, 1.02, 1.02]
+
+
+def test_memory_bounds_hold_in_small() -> None:
+    size = replace(TINY, batch=2, length=32)
+    sizes = {"dim": 64, "num_layers": 2, "num_weights": 3, "num_rows": 16}
+    outcome = memory.run(size, quantised_size=sizes, num_leak_steps=4)
+    found = outcome.exact
+    assert not [bound for bound in outcome.bounds if not bound.kept]
+    assert all(bound.exact for bound in outcome.bounds)
+    assert (
+        found["actmem full"]["saved_bytes"] < found["actmem selective"]["saved_bytes"] < found["plain"]["saved_bytes"]
+    )
+    assert found["actmem selective"]["saved_bytes"] < found["torch selective"]["saved_bytes"]
+    for who in (
+        "torch",
+        "actmem",
+    ):  # of seven matmuls and attention all but the last matmul; without the saved ones, three
+        assert 0 < found[f"{who} selective"]["replayed_flops"] < found[f"{who} full"]["replayed_flops"]
+    assert found["plain"]["replayed_flops"] == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_trains_with_the_gradients_of_plain_training(form: str) -> None:
+    plain, other = llama(TINY, "plain"), llama(TINY, form)
+    for model in (plain, other):
+        train_step(model, TINY.tokens())
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), other.parameters(), strict=True))
+
+
+def test_the_unseen_weights_are_made_again_and_not_held() -> None:
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    plain, applied = (quantised(64, 2, 3, form) for form in ("plain", "actmem full"))
+    for model in (plain, applied):
+        train_step(model, (x,))
+    held = actmem.measure(lambda: train_step(applied, (x,))).saved_bytes
+    assert held < 2 * 3 * 64 * 64 * 4
+    assert torch.equal(plain.first.weight.grad, applied.first.weight.grad)
+
+
+def test_the_leak_check_sees_a_graph_that_is_kept() -> None:
+    model, kept = llama(TINY, "actmem full"), []
+    before = memory._num_engine_objects()
+    kept.append(model(*TINY.tokens()))
+    assert memory._num_engine_objects() > before
+    kept.clear()
+    gc.collect()
+    assert memory._num_engine_objects() == before
+
+
+@pytest.mark.parametrize(("value", "code"), [(1.0, 0), (1.1, 1)])
+def test_a_broken_bound_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: float, code: int
+) -> None:
+    outcome = Outcome("small", {"n": 1}, exact={"x": {"held_bytes": 2**20}}, bounds=[Bound("x / y", value, 1.0)])
+    monkeypatch.setattr(run, "BENCHMARKS", {"small": lambda: outcome})
+    document = tmp_path / "doc.md"
+    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert run.main([], results=tmp_path, document=document) == code
+    assert ("broken bound: small: x / y" in capsys.readouterr().err) == bool(code)
+    assert json.loads((tmp_path / "small.json").read_text())["bounds"][0]["kept"] is not bool(code)
+    text = document.read_text()
+    assert "| x | 1.00 MiB |" in text and "old" not in text and text.endswith("after\n")
+
+
+def test_the_committed_tables_are_those_of_the_committed_results(tmp_path: Path) -> None:
+    copy = tmp_path / "benchmarks.md"
+    copy.write_text(DOCUMENT.read_text())
+    update(copy, RESULTS)
+    assert copy.read_text() == DOCUMENT.read_text()
+
+
+def test_the_demo_compares_every_gradient_and_counts_what_it_replays() -> None:
+    plain, full, selective = demo.compare(TINY, num_steps=2)
+    assert all(row.gradients_equal and row.loss_equal for row in (plain, full, selective))
+    assert (plain.num_replayed_ops, full.num_replayed_ops, selective.num_replayed_ops) == (0, 4 * 54, 4 * 41)
+    assert full.saved_bytes < selective.saved_bytes < plain.saved_bytes
+    assert plain.loss == full.loss == selective.loss > 0
+
+
+def test_the_demo_notices_a_single_wrong_bit() -> None:
+    runs = [demo._Run(demo.Row(name), demo.LlamaLike(TINY), None) for name in ("plain", "other")]
+    for each in runs:
+        train_step(each.model, TINY.tokens())
+    demo._note_equality(runs, runs[0])
+    assert runs[1].row.gradients_equal
+    runs[1].model.norm.weight.grad.view(torch.int32)[3] ^= 1
+    demo._note_equality(runs, runs[0])
+    assert not runs[1].row.gradients_equal and runs[1].row.loss_equal
+
+
+def test_the_lines_that_the_demo_prints_run(capsys: pytest.CaptureFixture[str]) -> None:
+    model = demo.LlamaLike(TINY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    exec(demo.EXAMPLE, {"model": model, "optimizer": optimizer, "batches": [TINY.tokens(seed) for seed in range(2)]})
+    assert "recompute" in capsys.readouterr().out
