@@ -27,6 +27,8 @@ SELECTIVE_LIMIT = 0.75
 NOTHING_LIMIT = 1.02
 NUM_ATTEMPTS = 3
 NUM_WARM_UP = 5
+CONTROL = "a second plain model"
+"""Differs from plain in nothing: how far its ratios lie from 1 is what this machine cannot tell apart."""
 
 Step = Callable[[], float]
 
@@ -34,7 +36,7 @@ Step = Callable[[], float]
 def run(size: Size = TINY, *, num_repetitions: int = 100, num_close_repetitions: int = 300) -> Outcome:
     """Time everything, count operators, and compare with the bounds.
 
-    A ratio above its bound is measured again, up to `NUM_ATTEMPTS` times; the best attempt counts, and is named.
+    A ratio above its bound is measured again, up to `NUM_ATTEMPTS` times; the best counts, and all are listed.
     """
     settings = {**dataclasses.asdict(size), "num_repetitions": num_repetitions, "num_attempts": NUM_ATTEMPTS}
     outcome = Outcome("overhead", {**settings, "num_close_repetitions": num_close_repetitions})
@@ -63,10 +65,11 @@ def count_operators(outcome: Outcome, size: Size) -> None:
 
 def _time_training(outcome: Outcome, size: Size, num_repetitions: int) -> None:
     steps = {form: _training(llama(size, form), size) for form in TRAINING}
-    best = inf
-    for attempt in range(1, NUM_ATTEMPTS + 1):
+    best, tried = inf, []
+    for _ in range(NUM_ATTEMPTS):
         seconds = _interleaved(steps, num_repetitions)
         ratio = _ratio(seconds["actmem selective"], seconds["torch selective"])
+        tried.append(ratio)
         if ratio < best:
             best = ratio
             for form in TRAINING:
@@ -74,10 +77,10 @@ def _time_training(outcome: Outcome, size: Size, num_repetitions: int) -> None:
                     "step_seconds": median(seconds[form]),
                     "to_plain": _ratio(seconds[form], seconds["plain"]),
                     "to_torch_selective": _ratio(seconds[form], seconds["torch selective"]),
-                    "attempt": attempt,
                 }
         if best <= SELECTIVE_LIMIT:
             break
+    outcome.measured["actmem selective, every attempt"] = {"to_torch_selective_tried": _listed(tried)}
     outcome.bounds.append(Bound("actmem selective: time / torch selective", best, SELECTIVE_LIMIT, exact=False))
 
 
@@ -86,26 +89,29 @@ def _time_nothing(outcome: Outcome, size: Size, num_repetitions: int) -> None:
     plain, applied = llama(size, "plain").eval(), llama(size, "actmem selective").eval()
     saving = (_training(llama(size, "actmem save everything"), size), _training(llama(size, "plain"), size))
     pairs: dict[str, tuple[Step, Step]] = {
+        CONTROL: (_training(llama(size, "plain"), size), _training(llama(size, "plain"), size)),
         "actmem save everything": saving,
         "actmem eval": (_training(applied, size), _training(plain, size)),
         "actmem eval, no_grad": (_inference(applied, size), _inference(plain, size)),
     }
     for name, (ours, theirs) in pairs.items():
-        best = inf
-        for attempt in range(1, NUM_ATTEMPTS + 1):
+        best, tried = inf, []
+        for _ in range(NUM_ATTEMPTS):
             seconds = _interleaved({"ours": ours, "plain": theirs}, num_repetitions)
             ratio = _ratio(seconds["ours"], seconds["plain"])
+            tried.append(ratio)
             if ratio < best:
                 best = ratio
                 outcome.measured[f"{name}, alone with plain"] = {
                     "step_seconds": median(seconds["ours"]),
                     "plain_seconds": median(seconds["plain"]),
                     "to_plain": ratio,
-                    "attempt": attempt,
                 }
-            if best <= NOTHING_LIMIT:
+            if best <= NOTHING_LIMIT and name != CONTROL:
                 break
-        outcome.bounds.append(Bound(f"{name}: time / plain", best, NOTHING_LIMIT, exact=False))
+        outcome.measured[f"{name}, alone with plain"]["tried"] = _listed(tried)
+        if name != CONTROL:
+            outcome.bounds.append(Bound(f"{name}: time / plain", best, NOTHING_LIMIT, exact=False))
 
 
 def _training(model: nn.Module, size: Size) -> Step:
@@ -151,6 +157,10 @@ def _interleaved(steps: dict[str, Step], num_repetitions: int) -> dict[str, list
         if collecting:
             gc.enable()
     return seconds
+
+
+def _listed(ratios: list[float]) -> str:
+    return ", ".join(f"{ratio:.3f}" for ratio in ratios)
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> float:

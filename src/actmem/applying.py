@@ -12,7 +12,7 @@ from torch import nn
 from actmem import ops
 from actmem.engine.calling import Script, applied_script, install, storages_of, uninstall
 from actmem.engine.deciding import resolve
-from actmem.errors import ApplyError, ModeError, PlanError
+from actmem.errors import ApplyError, ModeError, PlanError, StructureError
 from actmem.modes import FromPlan, Full, Mode, Rules, SaveEverything, Selective, Targets
 from actmem.plan import Plan, Rule, Slices
 from actmem.report import Report, summarise
@@ -59,8 +59,8 @@ class Applied:
 
     def remove(self) -> None:
         """Change the model back into what it was. Graphs that were recorded before stay valid. May be called twice."""
-        for block in self._blocks:
-            uninstall(block.module)
+        for block, script in zip(self._blocks, self._scripts, strict=True):
+            uninstall(block.module, script)
 
     def __enter__(self) -> Applied:
         return self
@@ -179,7 +179,14 @@ class _Roll:
 def _blocks_of(model: nn.Module, plan: Plan, blocks: str | None) -> tuple[Block, ...]:
     if blocks is not None:
         raise ModeError(f"blocks = {blocks!r} is given beside a plan, which names its own blocks. Leave blocks out.")
-    found = find_blocks(model, ",".join(p or "." for p in plan.blocks))
+    try:
+        found = find_blocks(model, ",".join(p or "." for p in plan.blocks))
+    except StructureError as error:
+        raise PlanError(
+            f"the plan was made for another model: {type(model).__name__} has not the blocks that it names, "
+            f"{', '.join(p or 'the model itself' for p in plan.blocks[:3])}{', ...' if len(plan.blocks) > 3 else ''}. "
+            "Make a plan for this model: actmem.apply(model, mode).plan.save(path)."
+        ) from error
     actual = fingerprint(model, found)
     if actual != plan.fingerprint:
         raise PlanError(
@@ -235,7 +242,7 @@ def _check_rules(
                 ops.matches(rule.op, name, "default") or name == packet
                 for name in known | {"higher_order.flex_attention"}
             ):
-                hint = ops.did_you_mean(rule.op, {*known, *ops.GROUPS})
+                hint = ops.did_you_mean(rule.op, sorted({*known, *ops.GROUPS}))
                 raise ModeError(
                     f"op = {rule.op!r} is no operator, group or glob that torch knows.{hint} Groups: "
                     f"{', '.join(sorted(ops.GROUPS))}."
@@ -269,9 +276,10 @@ def _check_module(rule: Rule, model: nn.Module) -> None:
     assert rule.module is not None
     paths = [path for path, _ in named_modules(model) if path]
     if not any(fnmatchcase(path, rule.module) for path in paths):
-        hint = ops.did_you_mean(rule.module.strip("*."), {p.rsplit(".", 1)[-1] for p in paths} | set(paths))
+        wanted = rule.module.strip("*.")
+        hint = ops.did_you_mean(wanted, paths if "." in wanted else dict.fromkeys(p.rpartition(".")[2] for p in paths))
+        example = max(paths, key=lambda path: path.count("."))
         raise ModeError(
             f"module = {rule.module!r} matches no module of this model.{hint} A glob is matched against whole "
-            "paths, such as "
-            f"{paths[-1]!r}: module='*.{paths[-1].rsplit('.', 1)[-1]}'."
+            f"paths, such as {example!r}: module='*{example.rpartition('.')[1]}{example.rpartition('.')[2]}'."
         )

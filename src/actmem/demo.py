@@ -242,7 +242,8 @@ def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
 def _table(rows: Sequence[Row]) -> Table:
     table = Table(title="The same training, three ways", box=SIMPLE_HEAD)
     table.add_column("mode")
-    for heading in ("peak MiB", "saved MiB", "replayed GFLOP", "of forward", "time", "gradients equal", "loss equal"):
+    headings = "peak\nMiB", "saved\nMiB", "replayed\nGFLOP", "of\nforward", "time", "gradients\nequal", "loss\nequal"
+    for heading in headings:
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(

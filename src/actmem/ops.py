@@ -141,7 +141,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     ['aten.mm']
     """
     by_key: dict[str, list[str]] = {}
-    for candidate in known:
+    for candidate in sorted(known):
         key = candidate if "." in name else candidate.rpartition(".")[2]
         by_key.setdefault(key.lower(), []).append(candidate)
     close = difflib.get_close_matches(name.lower(), by_key, n=3, cutoff=0.7)

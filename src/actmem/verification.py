@@ -121,7 +121,7 @@ def _loss(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
 
 
 def _inputs(batch: Any) -> dict[str, Tensor]:
-    named: list[tuple[Any, Any]] = list(batch.items() if hasattr(batch, "items") else enumerate(batch))
+    named: Any = batch.items() if hasattr(batch, "items") else enumerate(batch)
     return {f"input {k}": t for k, t in named if isinstance(t, Tensor) and t.is_leaf and t.requires_grad}
 
 
@@ -157,7 +157,11 @@ def _same(x: Tensor | None, y: Tensor | None) -> bool:
         return x is y
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
-    return torch.equal(x, y) or torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+    return torch.equal(x, y) or torch.equal(_bits(x), _bits(y))
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 class _Restored:

@@ -92,14 +92,12 @@ def test_a_copy_of_an_applied_model_is_a_plain_one_with_weights_of_its_own(name:
     model = case.build()
     original, expected = classes(model), gradients(case, model)
     model.zero_grad()
-    with actmem.apply(model, Full()) as applied:
+    with actmem.apply(model, Full()):
         assert_equal(gradients(case, model), expected)
         for how, duplicate in duplicates(model).items():
             assert classes(duplicate) == original, how
             assert not {id(p) for p in duplicate.parameters()} & {id(p) for p in model.parameters()}
-            num_calls = sum(script.num_calls for script in applied._scripts)
             assert_equal(gradients(case, duplicate), expected)
-            assert sum(script.num_calls for script in applied._scripts) == num_calls, "the copy ran a tape"
             with torch.no_grad():
                 for parameter in duplicate.parameters():
                     parameter.zero_()

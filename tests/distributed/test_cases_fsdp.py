@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import actmem
-from tests.engine.cases import MODES, replayed
+from tests.engine.cases import MODES, Operators, replayed
 
 NUM_RANKS = 2
 
@@ -59,7 +59,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {n: None if p.grad is None else local(p.grad).clone() for n, p in model.named_parameters()}
 
 
-def train(model: nn.Module, rank: int, num_steps: int = 2, before: Callable[[int], Any] = lambda _: nullcontext()) -> list[Any]:
+def train(
+    model: nn.Module, rank: int, num_steps: int = 2, before: Callable[[int], Any] = lambda _: nullcontext()
+) -> list[Any]:
     found: list[Any] = []
     for n in range(num_steps):
         with before(n):
@@ -167,21 +169,20 @@ def all_reduce_in_a_function(rank: int) -> None:
     for mode in MODES.values():
         model = build()
         with actmem.apply(model, mode) as applied:
-            calls: list[int] = []
-            reduce = dist.all_reduce
-            dist.all_reduce = lambda *a, **k: (calls.append(1), reduce(*a, **k))[1]
-            try:
+            operators = Operators()
+            with operators:
                 assert_same(plain, train(model, rank))
-            finally:
-                dist.all_reduce = reduce
-            assert len(calls) == 2 * 2  # none is replayed
+            assert operators.others["c10d.allreduce_.default"] == 2 * 2
+            assert not any("c10d" in name for name in operators.replayed)
             assert replayed(applied.report())["aten.tanh.default"] == 2
 
 
 # -------------------------------------------------------------------- DDP
 
 
-def replicated(rank: int, *, before: Any = lambda model, n: nullcontext(), unused: bool = False, **options: Any) -> None:
+def replicated(
+    rank: int, *, before: Any = lambda model, n: nullcontext(), unused: bool = False, **options: Any
+) -> None:
     def made() -> nn.Module:
         model = build()
         if unused:
@@ -223,7 +224,12 @@ def ddp_no_sync(rank: int) -> None:
 CASES = {
     f.__name__: f
     for f in (
-        *(fsdp_blocks, fsdp_blocks_applied_first, fsdp_unit_nested_in_a_block, fsdp_unit_nested_in_a_block_applied_first),
+        *(
+            fsdp_blocks,
+            fsdp_blocks_applied_first,
+            fsdp_unit_nested_in_a_block,
+            fsdp_unit_nested_in_a_block_applied_first,
+        ),
         *(fsdp_with_bfloat16, all_reduce_in_a_function),
         *(ddp, ddp_find_unused_parameters, ddp_static_graph, ddp_bucket_view, ddp_no_sync),
     )

@@ -38,6 +38,17 @@ class Program(nn.Module):
         return self.body(self, torch.tanh(x @ self.w))
 
 
+class AddFirst(nn.Module):
+    """Plain training does not save the block's input, only its sum with 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.eye(8) * 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x + 1) @ self.w).sin()
+
+
 class Checkpointed(nn.Module):
     """The same block under torch's checkpoint."""
 
@@ -49,7 +60,9 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
 
 
-def stack(body: Body, *, num_blocks: int = 2, width: int = 8, parts: Callable[[], dict[str, nn.Module]] = dict) -> nn.Module:
+def stack(
+    body: Body, *, num_blocks: int = 2, width: int = 8, parts: Callable[[], dict[str, nn.Module]] = dict
+) -> nn.Module:
     """Build blocks in a row from a seed of its own."""
     with torch.random.fork_rng():
         torch.manual_seed(1)

@@ -14,7 +14,19 @@ import torch
 from torch import Tensor, nn
 
 import actmem
-from tests.engine.cases import MODES, RECOMPUTE, Program, assert_same_bits, batch, compare, modes_unchanged, outcome, simple_step, stack, total
+from tests.engine.cases import (
+    MODES,
+    RECOMPUTE,
+    Program,
+    assert_same_bits,
+    batch,
+    compare,
+    modes_unchanged,
+    outcome,
+    simple_step,
+    stack,
+    total,
+)
 
 both = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
@@ -61,7 +73,7 @@ def split_backward(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def per_layer_split(model: nn.Module, x: Tensor) -> Tensor:
-    """Backward block by block, as zero-bubble pipelines do: first what the previous stage waits for, then the weights."""
+    """Run backward as zero-bubble pipelines do: first what the previous stage waits for, then the weights."""
     middle = model[0](x)
     cut = middle.detach().requires_grad_()
     loss = total(model[1](cut))
@@ -224,7 +236,7 @@ def test_an_exception_in_backward_is_followed_by_a_good_step(mode: Any) -> None:
 
 
 def test_two_models_in_two_threads_at_once() -> None:
-    expected = outcome(build(), batch(), lambda m, x: simple_step(m, x))
+    expected = outcome(build(), batch(), simple_step)
     del expected["generator"]  # one for all threads
     failures: list[str] = []
     barrier = threading.Barrier(2)

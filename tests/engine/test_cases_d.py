@@ -9,7 +9,18 @@ import torch
 from torch import Tensor, nn
 
 import actmem
-from tests.engine.cases import MODES, RECOMPUTE, Checkpointed, Operators, Program, batch, compare, simple_step, stack, total
+from tests.engine.cases import (
+    MODES,
+    RECOMPUTE,
+    Checkpointed,
+    Operators,
+    Program,
+    batch,
+    compare,
+    simple_step,
+    stack,
+    total,
+)
 
 both = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
@@ -90,7 +101,11 @@ def test_no_operator_is_replayed_twice_and_none_that_checkpoint_would_not_run() 
         ours = Operators()
         with ours:
             loss.backward()
-    computing = [name for name in ours.replayed if not name.startswith(("aten.as_strided", "aten.detach", "aten.empty", "aten.set_"))]
+    computing = [
+        name
+        for name in ours.replayed
+        if not name.startswith(("aten.as_strided", "aten.detach", "aten.empty", "aten.set_"))
+    ]
     assert computing
     for name in computing:
         assert ours.replayed[name] <= plain.others[name], name

@@ -12,7 +12,19 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import actmem
-from tests.engine.cases import MODES, RECOMPUTE, SAVE_MATMUL, Program, batch, compare, never, replayed, simple_step, stack, total
+from tests.engine.cases import (
+    MODES,
+    RECOMPUTE,
+    SAVE_MATMUL,
+    Program,
+    batch,
+    compare,
+    never,
+    replayed,
+    simple_step,
+    stack,
+    total,
+)
 
 both = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
@@ -152,7 +164,9 @@ PROGRAMS: dict[str, Any] = {
     "gamma": lambda b, h: torch.distributions.Gamma((h @ b.v).exp(), 1.0).rsample().sin(),
     "dirichlet": lambda b, h: torch.distributions.Dirichlet((h @ b.v).exp()).rsample().sin(),
     "poisson": lambda b, h: (torch.poisson((h @ b.v).exp().detach()) * h).sin(),
-    "bernoulli and multinomial": lambda b, h: (h * torch.bernoulli(h.sigmoid()) + torch.multinomial(h.exp(), 8)).sin() @ b.v,
+    "bernoulli and multinomial": lambda b, h: (
+        (h * torch.bernoulli(h.sigmoid()) + torch.multinomial(h.exp(), 8)).sin() @ b.v
+    ),
     "rrelu": rrelu,
     "scaled dot product, causal": lambda b, h: F.scaled_dot_product_attention(
         *((h @ b.v).view(1, 2, 3, 8), h.view(1, 2, 3, 8), h.sin().view(1, 2, 3, 8)), is_causal=True
@@ -170,12 +184,16 @@ PROGRAMS: dict[str, Any] = {
     "forward AD": forward_ad,
     "save_on_cpu inside": saved_on_cpu,
     "checkpoint inside": lambda b, h: checkpoint(lambda t: (t @ b.v).sin().exp(), h, use_reentrant=False).cos(),
-    "reentrant checkpoint inside": lambda b, h: checkpoint(lambda t: (t @ b.v).sin().exp(), h, use_reentrant=True).cos(),
+    "reentrant checkpoint inside": lambda b, h: checkpoint(
+        lambda t: (t @ b.v).sin().exp(), h, use_reentrant=True
+    ).cos(),
     "inference tensors": inference_part,
     "scalar promotion": promoted,
     "strides and dtype views": views,
     "in-place chain": lambda b, h: (h @ b.v).mul_(2).add_(h).sin_().clone().relu_() + h,
-    "index and scatter": lambda b, h: (h @ b.v)[[0, 2, 4, 4, 1, 3]].masked_fill(h > 0, 0.5).scatter(1, torch.zeros(6, 1, dtype=torch.long), 2.0).sin(),
+    "index and scatter": lambda b, h: (
+        (h @ b.v)[[0, 2, 4, 4, 1, 3]].masked_fill(h > 0, 0.5).scatter(1, torch.zeros(6, 1, dtype=torch.long), 2.0).sin()
+    ),
     "linear algebra": lambda b, h: torch.linalg.solve(b.v @ b.v.T + torch.eye(8), h.T).T.sin() + b.v.det(),
     "pieces into an empty tensor": lambda b, h: torch.stack([h @ b.v, h.sin()]).prod(0).cos(),
     "complex": lambda b, h: torch.fft.irfft(torch.fft.rfft(h @ b.v) * 1j, n=8).sin(),
@@ -198,22 +216,37 @@ def with_part(make: Any, run: Any) -> Any:
 
 MODULES: dict[str, Any] = {
     "multi-head attention": with_part(
-        lambda: nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True), lambda m, h: m(h.view(2, 3, 8), h.view(2, 3, 8), h.view(2, 3, 8))[0].reshape(6, 8)
+        lambda: nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True),
+        lambda m, h: m(h.view(2, 3, 8), h.view(2, 3, 8), h.view(2, 3, 8))[0].reshape(6, 8),
     ),
-    "encoder layer": with_part(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.2, batch_first=True), lambda m, h: m(h.view(2, 3, 8)).reshape(6, 8)),
+    "encoder layer": with_part(
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.2, batch_first=True),
+        lambda m, h: m(h.view(2, 3, 8)).reshape(6, 8),
+    ),
     "spectral norm": with_part(lambda: parametrizations.spectral_norm(nn.Linear(8, 8)), lambda m, h: m(h).sin()),
     "spectral norm, old": with_part(lambda: spectral_norm(nn.Linear(8, 8)), lambda m, h: m(h).sin()),
     "weight norm": with_part(lambda: parametrizations.weight_norm(nn.Linear(8, 8)), lambda m, h: m(h).sin()),
     "weight norm, old": with_part(lambda: weight_norm(nn.Linear(8, 8)), lambda m, h: m(h).sin()),
     "orthogonal": with_part(lambda: parametrizations.orthogonal(nn.Linear(8, 8)), lambda m, h: m(h).sin()),
     "batch norm": with_part(lambda: nn.BatchNorm1d(8), lambda m, h: m(h * 2).sin()),
-    "instance norm": with_part(lambda: nn.InstanceNorm1d(3, track_running_stats=True), lambda m, h: m((h * 2).view(2, 3, 8)).sin().reshape(6, 8)),
+    "instance norm": with_part(
+        lambda: nn.InstanceNorm1d(3, track_running_stats=True),
+        lambda m, h: m((h * 2).view(2, 3, 8)).sin().reshape(6, 8),
+    ),
     "group norm": with_part(lambda: nn.GroupNorm(2, 8), lambda m, h: m(h * 2).sin()),
-    "embedding with max norm": with_part(lambda: nn.Embedding(6, 8, max_norm=1.0), lambda m, h: (h + m(torch.arange(6))).sin() * 2),
-    "embedding bag": with_part(lambda: nn.EmbeddingBag(6, 8), lambda m, h: (h + m(torch.arange(12).view(6, 2) % 6)).sin() * 2),
-    "convolution and pooling": with_part(lambda: nn.Conv1d(3, 3, 3, padding=1), lambda m, h: F.max_pool1d(m(h.view(2, 3, 8)).relu_(), 2).repeat(1, 1, 2).reshape(6, 8)),
+    "embedding with max norm": with_part(
+        lambda: nn.Embedding(6, 8, max_norm=1.0), lambda m, h: (h + m(torch.arange(6))).sin() * 2
+    ),
+    "embedding bag": with_part(
+        lambda: nn.EmbeddingBag(6, 8), lambda m, h: (h + m(torch.arange(12).view(6, 2) % 6)).sin() * 2
+    ),
+    "convolution and pooling": with_part(
+        lambda: nn.Conv1d(3, 3, 3, padding=1),
+        lambda m, h: F.max_pool1d(m(h.view(2, 3, 8)).relu_(), 2).repeat(1, 1, 2).reshape(6, 8),
+    ),
     "functional_call": with_part(
-        lambda: nn.Linear(8, 8), lambda m, h: torch.func.functional_call(m, {"weight": m.weight * 2, "bias": m.bias + 1}, (h,)).sin()
+        lambda: nn.Linear(8, 8),
+        lambda m, h: torch.func.functional_call(m, {"weight": m.weight * 2, "bias": m.bias + 1}, (h,)).sin(),
     ),
 }
 
@@ -277,6 +310,7 @@ def test_mutation_on_saved_tensors_allowed_around_the_model(mode: Any) -> None:
     compare(lambda: stack(mutation_allowed), mode, step=with_mutation)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own
 def test_a_jvp_around_an_applied_model_gives_the_plain_tangent() -> None:
     model = stack(plain_body)
     x, tangent = batch().detach(), torch.ones(6, 8)
@@ -325,7 +359,9 @@ def test_autocast(dtype: torch.dtype, mode: Any) -> None:
         loss.backward()
         return loss.detach()
 
-    report = compare(lambda: stack(lambda block, h: F.linear(h, block.v).sin() + F.softmax(h @ block.v, -1)), mode, step=step)
+    report = compare(
+        lambda: stack(lambda block, h: F.linear(h, block.v).sin() + F.softmax(h @ block.v, -1)), mode, step=step
+    )
     assert any("sin" in op or "_to_copy" in op or "_softmax" in op for op in replayed(report))
 
 

@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import actmem
-from tests.hazards.comparing import NON_REENTRANT, Hazard, Wastes, by_hand
+from tests.hazards.comparing import NON_REENTRANT, GoesWrong, Hazard, Wastes, by_hand
 from tests.hazards.running_twice import pytorch
 from tests.hazards.stacks import DIM, stack, train
 
@@ -27,6 +27,26 @@ class Hooked(Feed):
     def forward(self, x: Tensor) -> Tensor:
         with saved_tensors_hooks(lambda t: t, lambda t: t):
             return super().forward(x)
+
+
+def hooked_step(model: Any) -> Tensor:
+    """Train under outer hooks, such as `save_on_cpu`, and count the results of `up` that reach them."""
+    results: list[Any] = []
+    seen: set[int] = set()
+    handles = [
+        b.up.register_forward_hook(lambda _m, _a, out: results.append(out.untyped_storage())) for b in model.blocks
+    ]
+
+    def pack(t: Tensor) -> Tensor:
+        seen.update(i for i, storage in enumerate(results) if storage.data_ptr() == t.untyped_storage().data_ptr())
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        loss = train(model)
+    for handle in handles:
+        handle.remove()
+    model.num_seen = len(seen)
+    return loss
 
 
 def policy(*ops: Any) -> Any:
@@ -62,6 +82,18 @@ HAZARDS = (
         refusal="ModeError.*matches nothing",
     ),
     Hazard(
+        "hooks_around_the_model_receive_what_is_saved",
+        "A2",
+        "`save_on_cpu` or other hooks around the model, matmuls saved selectively",
+        stack(Feed),
+        hooked_step,
+        by_hand("selective", use_reentrant=False, context_fn=policy(torch.ops.aten.mm.default)),
+        GoesWrong(state_off="matmuls that reach the hooks"),
+        pytorch(158657, 191236),
+        mode=actmem.Selective(save=["aten.mm"]),
+        state=lambda model: {"matmuls that reach the hooks": model.num_seen},
+    ),
+    Hazard(
         "hooks_inside_a_block_show_in_the_report",
         "A2",
         "Saved-tensor hooks (offloading, logging) inside the block",
@@ -69,7 +101,7 @@ HAZARDS = (
         train,
         NON_REENTRANT,
         Wastes(held_fraction=0.95),
-        pytorch(147449),
+        pytorch(115255),
         only_told=True,
         other="exact",
     ),

@@ -237,7 +237,7 @@ ARGUMENTS = (
         plain_step,
         REENTRANT,
         Raises("second time"),
-        pytorch(79887),
+        pytorch(124725),
         other="exact",
     ),
 )

@@ -113,7 +113,7 @@ OTHER_PATH = (
         train,
         NON_REENTRANT,
         Raises("CheckpointError.*(different metadata|different number)"),
-        (*pytorch(144035), issue("NVlabs/LongLive", 16)),
+        (issue("NVlabs/LongLive", 16),),
         other="wrong",
     ),
     Hazard(
@@ -124,7 +124,6 @@ OTHER_PATH = (
         train,
         NON_REENTRANT,
         Raises("CheckpointError.*(different metadata|different number)"),
-        (issue("pytorch/torchtitan", 1117),),
         other="wrong",
     ),
     Hazard(

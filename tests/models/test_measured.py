@@ -136,7 +136,9 @@ def test_an_output_that_its_block_drops_is_still_held_by_the_next_block_whose_in
     step = stepper(case, model)
     plain = actmem.measure(step, model=model)
     report, measured = managed(model, Full(), step)
-    outputs_bytes = 4 * 2 * (8 * 16 * 16 + 8 * 16 * 16 + 16 * 8 * 8)  # of all blocks but the last: ReLU saves its result
+    outputs_bytes = (
+        4 * 2 * (8 * 16 * 16 + 8 * 16 * 16 + 16 * 8 * 8)
+    )  # of all blocks but the last: ReLU saves its result
     assert plain.saved_bytes - measured.saved_bytes == report.plain_bytes - report.held_bytes - outputs_bytes
 
 

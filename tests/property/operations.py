@@ -48,7 +48,7 @@ class Pool:
 
     def target(self, r: Random) -> Tensor:
         """Return a matrix that may be written: mostly a new one, sometimes one that others know."""
-        if r.random() < 0.6:
+        if self.strict or r.random() < 0.7:
             fresh = r.choice([lambda t: t + 0.5, torch.clone, lambda t: t - self.like(r, t)])(self.matrix(r))
             self.tensors.append(fresh)
             return fresh
@@ -520,7 +520,9 @@ def _dirty(p: Pool, r: Random) -> Any:
 def _detached(p: Pool, r: Random) -> Any:
     t, u = p.matrix(r), p.matrix(r)
     with torch.no_grad():
-        scale = r.choice([lambda: (t.abs() + 0.5), lambda: t.tanh() + p.block.gain.detach(), lambda: (t @ p.block.weight).tanh()])()
+        scale = r.choice([lambda: (t.abs() + 0.5), lambda: (t @ p.block.weight).tanh(), lambda: t.tanh() + p.block.cache])()
+        if not p.strict:
+            scale = scale + p.block.gain.detach()
     return [u * scale, t.detach().cos() * u]
 
 

@@ -110,6 +110,7 @@ class Model(nn.Module):
         self.leaf = torch.randn(ROWS, COLS).requires_grad_()
         self.other = torch.randn(ROWS, COLS).requires_grad_()
         self.num_input_bytes = 0
+        self.wrote_inputs = False
 
     def forward(self) -> Tensor:
         r = Random(self.program.seed)
@@ -118,7 +119,9 @@ class Model(nn.Module):
         loss = torch.zeros(())
         for block in self.blocks:
             self.num_input_bytes += sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (x, y)}.values())
+            before, versions = (x, y), (x._version, y._version)
             x, y = block(x, y)
+            self.wrote_inputs |= tuple(t._version for t in before) != versions
             loss = loss + (y * 0.5).sum()
         return loss + (x * x).sum()
 
@@ -130,6 +133,9 @@ class Outcome:
     tensors: dict[str, Tensor | None]
     report: Any = None
     num_input_bytes: int = 0
+    """Storages that the blocks were given."""
+    wrote_inputs: bool = False
+    """A block wrote into what it was given. The block that made it may hold it, and then has to refuse."""
 
     def difference(self, other: Outcome) -> str | None:
         """Name the first tensor that is not the same to the bit, or return None."""
@@ -175,7 +181,7 @@ def _run(model: Model, mode: Any, *, checked: bool) -> Outcome:
     if applied is not None:
         report = applied.report() if checked else None
         applied.remove()
-    return Outcome(tensors, report, model.num_input_bytes)
+    return Outcome(tensors, report, model.num_input_bytes, model.wrote_inputs)
 
 
 def settled(program: Program) -> tuple[Program, Outcome] | None:

@@ -161,8 +161,11 @@ def install(block: nn.Module, script: Script) -> None:
         return run(self, original.forward, args, kwargs)
 
     def reduce(self: nn.Module, _protocol: Any) -> Any:
-        # As object.__reduce_ex__ does it, but for the parent class.
-        return copyreg.__newobj__, (original,), self.__getstate__()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
+        # As object.__reduce_ex__ does it, but for the parent class. (pickle refuses its usual `__newobj__` for another
+        # class.)
+        again: Any = getattr(copyreg, "_reconstructor")  # noqa: B009 - private, but what every old pickle names
+        state: Any = self.__getstate__()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
+        return again, (original, object, None), state
 
     forward.__doc__ = original.forward.__doc__
     forward.__wrapped__ = original.forward  # pyright: ignore[reportFunctionMemberAccess] # inspect.signature follows it
@@ -184,16 +187,13 @@ def applied_script(block: nn.Module) -> Script | None:
     return script if script is not None and script.active else None
 
 
-def uninstall(block: nn.Module) -> None:
+def uninstall(block: nn.Module, script: Script) -> None:
     """Change the class of `block` back.
 
     Where another library subclassed it since, as FSDP does, what was put in is made to do nothing instead.
     """
-    script = applied_script(block)
-    if script is None:
-        return
     script.active = False
-    if "_actmem_script" in vars(type(block)):
+    if vars(type(block)).get("_actmem_script") is script:
         block.__class__ = vars(type(block))["_actmem_original"]
 
 

@@ -1,0 +1,22 @@
+"""Profiles of hypothesis: HYPOTHESIS_PROFILE=many searches longer, and elsewhere each time."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "default",
+    deadline=None,  # a shared machine is slow at times
+    derandomize=True,  # the same examples in every run: a change that turns a test red is to blame for it
+    database=None,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "many",
+    settings.get_profile("default"),
+    derandomize=False,
+    max_examples=500,
+    print_blob=True,
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

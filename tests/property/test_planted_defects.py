@@ -1,0 +1,257 @@
+"""Defects planted in the engine, one at a time: each must turn a small program wrong, or the suite sees nothing.
+
+A defect is a change of the engine's own text: one function is compiled anew with a line of it changed.
+"""
+
+from __future__ import annotations
+
+import __future__
+
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import actmem
+from actmem.engine import coverage, operators, replay, tape, values
+
+Body = Callable[["_Block", Tensor], Tensor]
+
+
+class _Block(nn.Module):
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6) * 0.5)
+        self.register_buffer("mean", torch.randn(6))
+        self.register_buffer("variance", torch.ones(6))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def outcome(body: Body, mode: Any, after: Callable[[Tensor], Any] | None = None) -> dict[str, Tensor]:
+    """Run one step, and return all that it must not change."""
+    torch.manual_seed(0)
+    model = nn.Sequential(_Block(body))
+    leaf = torch.randn(4, 6).requires_grad_()
+    applied = None if mode is None else actmem.apply(model, mode, blocks="0")
+    x = leaf * 1.0
+    out = model(x)
+    if after is not None:
+        after(x)
+    out.sum().backward()
+    if applied is not None:
+        assert applied.report().num_replayed > 0
+    found = {"loss": out.detach(), "leaf": leaf.grad, "weight": model[0].weight.grad, "generator": torch.get_rng_state()}
+    return {name: t.clone() for name, t in found.items() if t is not None} | {n: b.clone() for n, b in model.named_buffers()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def plant(patch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str) -> None:
+    """Compile a function of the engine anew with one piece of its text changed."""
+    original = inspect.getattr_static(owner, name)
+    plain = original.fget if isinstance(original, property) else original
+    source = textwrap.dedent(inspect.getsource(plain))
+    assert old in source, f"{name} no longer contains {old!r}: plant this defect anew"
+    code = compile(source.replace(old, new), f"<defective {name}>", "exec", flags=__future__.annotations.compiler_flag, dont_inherit=True)
+    made: dict[str, Any] = {}
+    exec(code, vars(inspect.getmodule(plain)), made)  # noqa: S102 - this is the planting
+    patch.setattr(owner, name, made[name])
+
+
+# ------------------------------------------------------------------ programs
+
+
+def _overwritten(k: _Block, x: Tensor) -> Tensor:
+    y = (x + 1).tanh()
+    x.detach().mul_(3.0)
+    return y @ k.weight
+
+
+def _transposed(k: _Block, x: Tensor) -> Tensor:
+    h = x @ k.weight
+    return (h.t() @ h.sin()).tanh()
+
+
+def _two_versions(k: _Block, x: Tensor) -> Tensor:
+    d = x.detach() + 1
+    e = d.sin()
+    d.mul_(2)
+    h = x @ k.weight
+    return h * e + h * d
+
+
+def _short_lives(k: _Block, x: Tensor) -> Tensor:
+    h = x @ k.weight
+    for _ in range(8):
+        h = ((h + 0.1) * 0.9).sin()
+    return h
+
+
+def _dropout(k: _Block, x: Tensor) -> Tensor:
+    return F.dropout((x @ k.weight).sin(), 0.5).exp()
+
+
+def _conjugate(k: _Block, x: Tensor) -> Tensor:
+    z = torch.view_as_complex((x @ k.weight).view(4, 3, 2))
+    return torch.view_as_real(z.conj() @ z.mT).sin()
+
+
+def _batch_norm(k: _Block, x: Tensor) -> Tensor:
+    before = k.mean.sin()
+    return F.batch_norm(x @ k.weight, k.mean, k.variance, training=True).tanh() * (x * before)
+
+
+def _unsafe(k: _Block, x: Tensor) -> Tensor:
+    a, b = torch.unsafe_chunk(x @ k.weight, 2)
+    a.mul_(0.5)
+    return torch.cat([a.exp(), b.exp()])
+
+
+def _input(k: _Block, x: Tensor) -> Tensor:
+    return (x + 1).tanh() @ k.weight
+
+
+def _extremes(k: _Block, x: Tensor) -> Tensor:
+    low, high = torch.aminmax(x @ k.weight, dim=1)
+    return x * (high.sin() - low.cos()).unsqueeze(1)
+
+
+def _half_filled(k: _Block, x: Tensor) -> Tensor:
+    h = x @ k.weight
+    buffer = torch.empty(4, 6)
+    buffer[:, :2] = h.detach()[:, :2]
+    buffer.numpy()[:, 2:] = 3.0  # a kernel that torch cannot see
+    return h * buffer.sin()
+
+
+def _constant(k: _Block, x: Tensor) -> Tensor:
+    buffer = torch.zeros(4, 6)
+    buffer.numpy()[:] = 2.0  # a kernel that torch cannot see
+    return (x @ k.weight) * buffer.sin()
+
+
+def _lists(k: _Block, x: Tensor) -> Tensor:
+    h = x @ k.weight
+    torch._foreach_mul_([h[:2], h[2:]], 0.5)
+    return h.sin().exp()
+
+
+def _bits(k: _Block, x: Tensor) -> Tensor:
+    h = x @ k.weight
+    return h * (h.detach().view(torch.int32) & 7).float()
+
+
+# ------------------------------------------------------------------ defects
+
+
+@dataclasses.dataclass(frozen=True)
+class Defect:
+    body: Body
+    planted: Callable[[pytest.MonkeyPatch], None]
+    mode: Any = actmem.Full()
+    after: Callable[[Tensor], Any] | None = None
+    """Run between forward and backward."""
+    refused: bool = False
+    """A sound engine raises VersionError."""
+
+
+def _wrong_stride(patch: pytest.MonkeyPatch) -> None:
+    plant(patch, values, "see", "as_strided(size, stride, offset)", "as_strided(size, sorted(stride, reverse=True), offset)")
+    patch.setattr(replay, "see", values.see)
+
+
+def _forgotten_writes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(operators, "UNDECLARED_WRITES", {})
+    patch.setattr(operators, "_operators", {})
+
+
+def _constants_replayed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(operators, "_CONSTANT", frozenset())
+    patch.setattr(operators, "_operators", {})
+
+
+def _always_full(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(coverage.Coverage, "full", property(lambda _: True))
+
+
+def _by(owner: Any, name: str, old: str, new: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: plant(patch, owner, name, old, new)
+
+
+MATMULS = actmem.Selective(save=["matmul"])
+DEFECTS = {
+    "an old version is not copied before it is overwritten": Defect(
+        _overwritten, _by(tape, "_preserve", "base.untyped_storage().clone()", "base.untyped_storage()")
+    ),
+    "a view is seen with the wrong strides": Defect(_transposed, _wrong_stride),
+    "a replayed write does not copy what others still read": Defect(
+        _two_versions, _by(replay, "_writable", " and sys.getrefcount(value) <= 4", "")
+    ),
+    "a storage is known by its pointer alone": Defect(
+        _short_lives, _by(tape.Tape, "__torch_dispatch__", "value is not None and value.storage() is storage", "value is not None")
+    ),
+    "the generator is not set before a replay": Defect(_dropout, _by(replay, "_draw", "generator.set_state(state)", "pass")),
+    "the generator is not restored after a replay": Defect(_dropout, _by(replay, "_draw", "generator.set_state(now)", "pass")),
+    "the conj bit of what an operator reads is dropped": Defect(
+        _conjugate, _by(tape.Tape, "__torch_dispatch__", "(a.is_conj() | a.is_neg() << 1) if self._bits else 0", "0")
+    ),
+    "writes that no schema declares are forgotten": Defect(_batch_norm, _forgotten_writes),
+    "an undeclared alias counts as a new value": Defect(
+        _unsafe, _by(tape.Tape, "_record_outputs", "known is not None and known.storage() is storage", "False"), mode=MATMULS
+    ),
+    "versions are not compared": Defect(
+        _input,
+        _by(replay, "_held", "if base._version != value.version", "if False"),
+        after=lambda x: x.detach().mul_(3.0),
+        refused=True,
+    ),
+    "another output of the operator is taken": Defect(_extremes, _by(replay, "_run", "results[slot]", "results[0]")),
+    "a half filled storage counts as full": Defect(_half_filled, _always_full),
+    "constants are replayed": Defect(_constant, _constants_replayed),
+    "two arguments on one storage are written apart": Defect(
+        _lists, _by(replay, "_run", "copies.get(id(value))", "(copies.get(id(value)) if j else None)")
+    ),
+    "the dtype of a view is dropped": Defect(_bits, _by(replay, "_run", "offset, dtype, bits)", "offset, base.dtype, bits)")),
+}
+
+
+@pytest.fixture
+def _filled(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Fill new memory with NaN, so that no program is right by the luck of finding its old bytes again."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_filled")
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_defect_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    defect = DEFECTS[name]
+    plain = outcome(defect.body, None, defect.after)
+
+    def sound() -> bool:
+        try:
+            return same(plain, outcome(defect.body, defect.mode, defect.after)) and not defect.refused
+        except actmem.VersionError:
+            return defect.refused
+
+    assert sound(), "the engine is wrong without the defect"
+    with monkeypatch.context() as patch:
+        defect.planted(patch)
+        try:
+            caught = not sound()
+        except (actmem.ActmemError, RuntimeError):
+            caught = True
+    assert caught, "the defect goes unnoticed"
+    assert sound(), "the defect was not taken out again"
