@@ -55,7 +55,7 @@ class Applied:
     def check_replay(self, num_calls: int = 1) -> None:
         """Observe the next calls of every block, and compare each replayed value with a checksum of the dropped one."""
         for script in self._scripts:
-            script.num_checked = num_calls
+            script.num_checked, script.idle = num_calls, False
 
     def remove(self) -> None:
         """Change the model back into what it was. Graphs that were recorded before stay valid. May be called twice."""

@@ -51,7 +51,14 @@ def from_file(content: str, name: str = "plan.json") -> Refused:
 
 
 def changed(**fields: Any) -> Refused:
-    return lambda model: from_file(json.dumps({**plan_text(titan()), **fields}))(model)
+    def refused(model: nn.Module) -> Any:
+        return from_file(json.dumps({**plan_text(titan()), **fields}))(model)
+
+    return refused
+
+
+def cut_off(model: nn.Module) -> Any:
+    return from_file(json.dumps(plan_text(titan()), indent=2)[:-30])(model)
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,7 @@ CASES: dict[str, Bad] = {
     "blocks_of_a_list": mode(Full, StructureError, blocks="layers"),
     # plans
     "plan_missing": mode(lambda: FromPlan("nowhere.json"), PlanError),
-    "plan_cut_off": Bad(lambda model: from_file(json.dumps(plan_text(titan()), indent=2)[:-30])(model), PlanError),
+    "plan_cut_off": Bad(cut_off, PlanError),
     "plan_empty": Bad(from_file(""), PlanError),
     "plan_of_a_newer_version": Bad(changed(version=2), PlanError),
     "plan_with_an_unknown_key": Bad(changed(budget=3), PlanError),
@@ -141,20 +148,11 @@ class Empty(nn.Module):
         return x + 1
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], type[ActmemError]]] = {
-    "no_parameters": (lambda: nn.Sequential(Empty(), Empty()), StructureError),
-    "no_blocks": (lambda: nn.Linear(3, 3), StructureError),
-    "two_stacks": (
-        lambda: nn.ModuleDict({"a": stack(nn.TransformerEncoderLayer, 8, 2, 8), "b": stack(nn.TransformerDecoderLayer, 8, 2, 8)}),
-        StructureError,
-    ),
-    "torchs_checkpoint_wrapper": (lambda: wrapped(titan()), ApplyError),
-    "forward_in_the_instance": (lambda: with_forward(titan()), ApplyError),
-}  # fmt: skip
-
-
-def stack(kind: Callable[..., nn.Module], *args: Any) -> nn.ModuleList:
-    return nn.ModuleList(kind(*args) for _ in range(2))
+def two_stacks() -> nn.Module:
+    kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    return nn.ModuleDict(
+        {name: nn.ModuleList(kind(8, 2, 8) for _ in range(2)) for name, kind in zip("ab", kinds, strict=True)}
+    )
 
 
 def wrapped(model: nn.Module) -> nn.Module:
@@ -167,6 +165,15 @@ def wrapped(model: nn.Module) -> nn.Module:
 def with_forward(model: nn.Module) -> nn.Module:
     model.layers["1"].forward = model.layers["1"].forward
     return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], type[ActmemError]]] = {
+    "no_parameters": (lambda: nn.Sequential(Empty(), Empty()), StructureError),
+    "no_blocks": (lambda: nn.Linear(3, 3), StructureError),
+    "two_stacks": (two_stacks, StructureError),
+    "torchs_checkpoint_wrapper": (lambda: wrapped(titan()), ApplyError),
+    "forward_in_the_instance": (lambda: with_forward(titan()), ApplyError),
+}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -68,7 +68,9 @@ def test_a_block_is_still_an_instance_of_its_class(name: str) -> None:
     model = ZOO[name].build()
     original = classes(model)
     applied = actmem.apply(model, Full())
-    changed = [(module, kind) for module, kind in zip(model.modules(), original, strict=True) if type(module) != kind]
+    changed = [
+        (module, kind) for module, kind in zip(model.modules(), original, strict=True) if type(module) is not kind
+    ]
     assert len(changed) == len(applied.plan.blocks)
     for module, kind in changed:
         assert isinstance(module, kind)
@@ -173,13 +175,17 @@ def test_an_exception_removes_too_and_the_model_trains_on() -> None:
     def fail(gradient: Tensor) -> Tensor:
         raise ValueError("in the middle of backward")
 
-    with pytest.raises(ValueError, match="middle of backward"), actmem.apply(model, Full()):
-        hidden: list[Tensor] = []
-        hook = model.layers["1"].register_forward_hook(lambda module, args, out: hidden.append(out))
-        loss = case.step(model, batch)
-        hook.remove()
-        hidden[0].register_hook(fail)
-        loss.backward()
+    def failing_step() -> None:
+        with actmem.apply(model, Full()):
+            hidden: list[Tensor] = []
+            hook = model.layers["1"].register_forward_hook(lambda module, args, out: hidden.append(out))
+            loss = case.step(model, batch)
+            hook.remove()
+            hidden[0].register_hook(fail)
+            loss.backward()
+
+    with pytest.raises(ValueError, match="middle of backward"):
+        failing_step()
     assert classes(model) == original
     assert_equal(gradients(case, model), expected)
 

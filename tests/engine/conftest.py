@@ -1,4 +1,4 @@
-"""One thread for the tests of the engine: their tensors are tiny, and idle threads that wait for each other are slow."""
+"""One thread for the tests of the engine: their tensors are tiny, and threads that wait for each other are slow."""
 
 from collections.abc import Iterator
 

@@ -64,7 +64,7 @@ def assert_it_did_something(report: Report) -> None:
     assert report.held_bytes < report.plain_bytes, "nothing was gained"
 
 
-@pytest.mark.parametrize(("name", "mode", "precision"), cells())
+@pytest.mark.parametrize(("name", "mode", "precision"), list(cells()))
 def test_loss_gradients_buffers_and_names_are_those_of_plain_training(name: str, mode: str, precision: str) -> None:
     case = ZOO[name]
     model, batch = built(case, precision)

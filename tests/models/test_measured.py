@@ -1,4 +1,4 @@
-"""What the report claims is what a measured step shows; and nothing is replayed that torch's checkpoint would not run again."""
+"""What the report claims is what a measured step shows; and no more is run again than by torch's checkpoint."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

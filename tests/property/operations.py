@@ -239,7 +239,7 @@ def _integer(p: Pool, r: Random) -> Any:
             lambda: [(t * 10).long().clamp(0, 3), (t > 0).cumsum(0)],
             lambda: [F.embedding(t.argmax(1) % ROWS, p.block.gain)],
             lambda: [t.masked_select(t > 10.0).sum() + t],
-            lambda: [torch.searchsorted(t.detach().sort(1)[0], t.detach()).float()] if not p.strict else [t.round() + t],
+            lambda: [torch.searchsorted(t.detach().sort(1)[0].contiguous(), t.detach().contiguous()).float()] if not p.strict else [t.round() + t],
         ]
     )()
 

@@ -57,15 +57,16 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-def plant(patch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str) -> None:
-    """Compile a function of the engine anew with one piece of its text changed."""
+def plant(patch: pytest.MonkeyPatch, owner: Any, name: str, *changes: tuple[str, str]) -> None:
+    """Compile a function of the engine anew with pieces of its text changed."""
     original = inspect.getattr_static(owner, name)
-    plain = original.fget if isinstance(original, property) else original
-    source = textwrap.dedent(inspect.getsource(plain))
-    assert old in source, f"{name} no longer contains {old!r}: plant this defect anew"
-    code = compile(source.replace(old, new), f"<defective {name}>", "exec", flags=__future__.annotations.compiler_flag, dont_inherit=True)
+    source = textwrap.dedent(inspect.getsource(original))
+    for old, new in changes:
+        assert old in source, f"{name} no longer contains {old!r}: plant this defect anew"
+        source = source.replace(old, new)
+    code = compile(source, f"<defective {name}>", "exec", flags=__future__.annotations.compiler_flag, dont_inherit=True)
     made: dict[str, Any] = {}
-    exec(code, vars(inspect.getmodule(plain)), made)  # noqa: S102 - this is the planting
+    exec(code, original.__globals__, made)  # noqa: S102 - this is the planting
     patch.setattr(owner, name, made[name])
 
 
@@ -93,13 +94,17 @@ def _two_versions(k: _Block, x: Tensor) -> Tensor:
 
 def _short_lives(k: _Block, x: Tensor) -> Tensor:
     h = x @ k.weight
-    for _ in range(8):
-        h = ((h + 0.1) * 0.9).sin()
-    return h
+    dead = [h + 0.1 for _ in range(200)]
+    pointers = {t.untyped_storage()._cdata for t in dead}
+    dead.clear()
+    others = [h * 0.9]
+    while others[-1].untyped_storage()._cdata not in pointers and len(others) < 1000:
+        others.append(h * 0.9)
+    return others[-1].sin().exp()
 
 
 def _dropout(k: _Block, x: Tensor) -> Tensor:
-    return F.dropout((x @ k.weight).sin(), 0.5).exp()
+    return F.dropout(F.dropout(x @ k.weight, 0.5).sin(), 0.5).exp()
 
 
 def _conjugate(k: _Block, x: Tensor) -> Tensor:
@@ -132,13 +137,14 @@ def _half_filled(k: _Block, x: Tensor) -> Tensor:
     buffer = torch.empty(4, 6)
     buffer[:, :2] = h.detach()[:, :2]
     buffer.numpy()[:, 2:] = 3.0  # a kernel that torch cannot see
-    return h * buffer.sin()
+    return h * buffer.sin() + h.sin().exp()
 
 
 def _constant(k: _Block, x: Tensor) -> Tensor:
     buffer = torch.zeros(4, 6)
     buffer.numpy()[:] = 2.0  # a kernel that torch cannot see
-    return (x @ k.weight) * buffer.sin()
+    h = x @ k.weight
+    return h * buffer.sin() + h.sin().exp()
 
 
 def _lists(k: _Block, x: Tensor) -> Tensor:
@@ -167,18 +173,34 @@ class Defect:
 
 
 def _wrong_stride(patch: pytest.MonkeyPatch) -> None:
-    plant(patch, values, "see", "as_strided(size, stride, offset)", "as_strided(size, sorted(stride, reverse=True), offset)")
+    plant(patch, values, "see", ("as_strided(size, stride, offset)", "as_strided(size, sorted(stride, reverse=True), offset)"))
     patch.setattr(replay, "see", values.see)
+
+
+def _pointers_only(patch: pytest.MonkeyPatch) -> None:
+    plant(
+        patch,
+        tape.Tape,
+        "__torch_dispatch__",
+        ("value is not None and value.storage() is storage", "value is not None"),
+        ("v is None or v.storage() is not s or", "v is None or"),
+    )
+    plant(patch, tape.Tape, "pack", ("value is None or value.storage() is not storage", "value is None"))
+
+
+def _describe_anew(patch: pytest.MonkeyPatch) -> None:
+    for func in list(operators.DESCRIBED):
+        patch.delitem(operators.DESCRIBED, func)
 
 
 def _forgotten_writes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(operators, "UNDECLARED_WRITES", {})
-    patch.setattr(operators, "_operators", {})
+    _describe_anew(patch)
 
 
 def _constants_replayed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(operators, "_CONSTANT", frozenset())
-    patch.setattr(operators, "_operators", {})
+    _describe_anew(patch)
 
 
 def _always_full(patch: pytest.MonkeyPatch) -> None:
@@ -186,7 +208,7 @@ def _always_full(patch: pytest.MonkeyPatch) -> None:
 
 
 def _by(owner: Any, name: str, old: str, new: str) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: plant(patch, owner, name, old, new)
+    return lambda patch: plant(patch, owner, name, (old, new))
 
 
 MATMULS = actmem.Selective(save=["matmul"])
@@ -198,11 +220,11 @@ DEFECTS = {
     "a replayed write does not copy what others still read": Defect(
         _two_versions, _by(replay, "_writable", " and sys.getrefcount(value) <= 4", "")
     ),
-    "a storage is known by its pointer alone": Defect(
-        _short_lives, _by(tape.Tape, "__torch_dispatch__", "value is not None and value.storage() is storage", "value is not None")
-    ),
+    "a storage is known by its pointer alone": Defect(_short_lives, _pointers_only),
     "the generator is not set before a replay": Defect(_dropout, _by(replay, "_draw", "generator.set_state(state)", "pass")),
-    "the generator is not restored after a replay": Defect(_dropout, _by(replay, "_draw", "generator.set_state(now)", "pass")),
+    "the generator is not restored after a replay": Defect(
+        _dropout, _by(replay, "_draw", "generator.set_state(now)", "pass"), after=lambda _: torch.rand(1)
+    ),
     "the conj bit of what an operator reads is dropped": Defect(
         _conjugate, _by(tape.Tape, "__torch_dispatch__", "(a.is_conj() | a.is_neg() << 1) if self._bits else 0", "0")
     ),

@@ -46,6 +46,8 @@ class Script:
         self.verdicts = verdicts
         self.num_checked = 1
         """How many of the next calls are observed, and check each replay against a checksum."""
+        self.idle = False
+        """Nothing is left to do: the plan saves everything here, and the report has seen it."""
         self.num_idle_calls = 0
         """Calls with gradients on that were left alone because the block was in eval mode."""
         self.observation: Observation | None = None
@@ -63,12 +65,10 @@ class Script:
 
     def run(self, block: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the block's own forward, under a tape if this call needs one."""
-        if not self.active or not torch.is_grad_enabled():
+        if not self.active or self.idle:
             return forward(block, *args, **kwargs)
         if not block.training:
             self.num_idle_calls += 1
-            return forward(block, *args, **kwargs)
-        if not self.num_checked and self.verdicts.keeps_everything:
             return forward(block, *args, **kwargs)
         inputs = list(tensors(args, kwargs))
         if not any(t.requires_grad for t in inputs) and not any(p.requires_grad for p in block.parameters()):
@@ -77,6 +77,7 @@ class Script:
         if not self.num_checked:
             return self._record(block, forward, args, kwargs, inputs, None)
         self.num_checked -= 1
+        self.idle = not self.num_checked and self.verdicts.keeps_everything
         self._nested = _fsdp_units(block)
         self.observation = Observation(self._state())
         out = self._record(block, forward, args, kwargs, inputs, self.observation)
@@ -155,10 +156,12 @@ def _functorch_message(path: str, where: str) -> str:
 def install(block: nn.Module, script: Script) -> None:
     """Change the class of `block` so that its forward asks `script`. See NOTE [ How a block is applied ]."""
     original: Any = type(block)
-    run = script.run
+    plain, run, is_grad_enabled = original.forward, script.run, torch.is_grad_enabled
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(self, original.forward, args, kwargs)
+        if is_grad_enabled():
+            return run(self, plain, args, kwargs)
+        return plain(self, *args, **kwargs)
 
     def reduce(self: nn.Module, _protocol: Any) -> Any:
         # As object.__reduce_ex__ does it, but for the parent class. (pickle refuses its usual `__newobj__` for another
