@@ -1,8 +1,10 @@
 """The instructions that random programs are made of.
 
-Each takes the pool of a running program and a source of choices, and returns the tensors that it adds to the pool. Choices depend on shapes,
-dtypes and flags only, never on numbers, so that two runs of a program do the same.
+Each takes the pool of a running program and a source of choices, and returns the tensors that it adds to the pool.
+Choices depend on shapes, dtypes and flags only, never on numbers, so that two runs of a program do the same.
 """
+
+# ruff: noqa: PLW0108 - every choice is a lambda, so that only the one that is drawn computes anything
 
 from __future__ import annotations
 
@@ -14,56 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS, COLS = 4, 6
-Step = Callable[["Pool", Random], Any]
+from tests.property import writes
+from tests.property.pool import COLS, ROWS, Pool
 
-
-class Pool:
-    """The tensors that a running program can reach."""
-
-    def __init__(self, block: Any, tensors: list[Tensor], generator: torch.Generator, *, strict: bool) -> None:
-        self.block = block
-        self.tensors = tensors
-        self.generator = generator
-        self.strict = strict
-
-    def some(self, r: Random, want: Callable[[Tensor], bool]) -> Tensor:
-        """Return a tensor of the pool that fits, late ones more often; a new one if there is none."""
-        fit = [t for t in self.tensors if want(t)]
-        if not fit:
-            return fitted(self.tensors[0] if self.tensors[0].is_floating_point() else self.tensors[0].abs())
-        return fit[max(r.randrange(len(fit)), r.randrange(len(fit)))]
-
-    def real(self, r: Random) -> Tensor:
-        """Return any float32 tensor with elements."""
-        return self.some(r, lambda t: t.dtype is torch.float32 and t.numel() > 0)
-
-    def matrix(self, r: Random) -> Tensor:
-        """Return a float32 tensor of the usual shape."""
-        return self.some(r, lambda t: t.dtype is torch.float32 and t.shape == (ROWS, COLS))
-
-    def like(self, r: Random, other: Tensor) -> Tensor:
-        """Return a tensor of the same shape and dtype, perhaps the same one."""
-        return self.some(r, lambda t: t.dtype is other.dtype and t.shape == other.shape) if r.random() < 0.9 else other
-
-    def target(self, r: Random) -> Tensor:
-        """Return a matrix that may be written: mostly a new one, sometimes one that others know."""
-        if self.strict or r.random() < 0.7:
-            fresh = r.choice([lambda t: t + 0.5, torch.clone, lambda t: t - self.like(r, t)])(self.matrix(r))
-            self.tensors.append(fresh)
-            return fresh
-        return self.some(r, lambda t: t.dtype is torch.float32 and t.shape == (ROWS, COLS) and not (t.is_leaf and t.requires_grad))
-
-
-def fitted(t: Tensor) -> Tensor:
-    """Return the tensor as float32 of the usual shape, whatever it is."""
-    if t.is_complex():
-        t = torch.view_as_real(t.resolve_conj())
-    t = t.to(torch.float32).reshape(-1)
-    want = ROWS * COLS
-    if t.numel() == 0:
-        t = F.pad(t, (0, 1))
-    return t.repeat(-(-want // t.numel()))[:want].reshape(ROWS, COLS)
+Step = Callable[[Pool, Random], Any]
 
 
 def _tamed(t: Tensor) -> Tensor:
@@ -125,7 +81,24 @@ def _dtype_view(p: Pool, r: Random) -> Any:
 
 def _unary(p: Pool, r: Random) -> Any:
     t = p.real(r)
-    name = r.choice(["tanh", "sigmoid", "sin", "relu", "abs", "square", "neg", "exp", "softplus", "gelu", "silu", "erf", "rsqrt", "log1p"])
+    name = r.choice(
+        [
+            "tanh",
+            "sigmoid",
+            "sin",
+            "relu",
+            "abs",
+            "square",
+            "neg",
+            "exp",
+            "softplus",
+            "gelu",
+            "silu",
+            "erf",
+            "rsqrt",
+            "log1p",
+        ]
+    )
     if name in ("exp", "rsqrt", "log1p"):
         t = t.tanh() + 1.5 if name != "exp" else t.tanh()
     if name in ("softplus", "gelu", "silu"):
@@ -136,14 +109,25 @@ def _unary(p: Pool, r: Random) -> Any:
 def _binary(p: Pool, r: Random) -> Any:
     a = p.real(r)
     b = p.like(r, a)
-    op = r.choice([torch.add, torch.mul, torch.sub, torch.maximum, torch.atan2, lambda x, y: x / (y.abs() + 1.0), torch.lerp])
+    op = r.choice(
+        [torch.add, torch.mul, torch.sub, torch.maximum, torch.atan2, lambda x, y: x / (y.abs() + 1.0), torch.lerp]
+    )
     return [_tamed(torch.lerp(a, b, 0.3)) if op is torch.lerp else _tamed(op(a, b))]
 
 
 def _parameter(p: Pool, r: Random) -> Any:
     t = p.matrix(r)
     k = p.block
-    return [r.choice([lambda: F.linear(t, k.weight, k.bias), lambda: t @ k.weight, lambda: torch.addmm(k.bias, t, k.weight.t()), lambda: t * k.gain])()]
+    return [
+        r.choice(
+            [
+                lambda: F.linear(t, k.weight, k.bias),
+                lambda: t @ k.weight,
+                lambda: torch.addmm(k.bias, t, k.weight.t()),
+                lambda: t * k.gain,
+            ]
+        )()
+    ]
 
 
 def _matmul(p: Pool, r: Random) -> Any:
@@ -213,7 +197,9 @@ def _several(p: Pool, r: Random) -> Any:
 
 def _routing(p: Pool, r: Random) -> Any:
     t = p.matrix(r)
-    return r.choice([lambda: list(t.topk(2)), lambda: list(t.sort(dim=0)), lambda: [t.argsort(1)], lambda: list(t.kthvalue(2))])()
+    return r.choice(
+        [lambda: list(t.topk(2)), lambda: list(t.sort(dim=0)), lambda: [t.argsort(1)], lambda: list(t.kthvalue(2))]
+    )()
 
 
 def _batch_norm(p: Pool, r: Random) -> Any:
@@ -239,7 +225,11 @@ def _integer(p: Pool, r: Random) -> Any:
             lambda: [(t * 10).long().clamp(0, 3), (t > 0).cumsum(0)],
             lambda: [F.embedding(t.argmax(1) % ROWS, p.block.gain)],
             lambda: [t.masked_select(t > 10.0).sum() + t],
-            lambda: [torch.searchsorted(t.detach().sort(1)[0].contiguous(), t.detach().contiguous()).float()] if not p.strict else [t.round() + t],
+            lambda: (
+                [torch.searchsorted(t.detach().sort(1)[0].contiguous(), t.detach().contiguous()).float()]
+                if not p.strict
+                else [t.round() + t]
+            ),
         ]
     )()
 
@@ -263,145 +253,6 @@ def _scatter(p: Pool, r: Random) -> Any:
     )()
 
 
-# ------------------------------------------------------------------ writing in place
-
-
-def _inplace(p: Pool, r: Random) -> Any:
-    t = p.target(r)
-    u = p.like(r, t)
-    r.choice(
-        [
-            lambda: t.mul_(0.7),
-            lambda: t.add_(u, alpha=0.3),
-            lambda: t.mul_(u),
-            lambda: t.relu_(),
-            lambda: t.tanh_(),
-            lambda: t.sigmoid_(),
-            lambda: t.clamp_(-0.5, 0.5),
-            lambda: t.sub_(0.25),
-            lambda: t.masked_fill_(u > 0, 0.125),
-            lambda: t.index_add_(0, torch.tensor([0, 2]), u[:2]),
-            lambda: t.addmm_(u, p.block.weight),
-            lambda: t.lerp_(u, 0.5),
-            lambda: t.t_().mul_(0.5).t_(),
-            lambda: F.leaky_relu_(t),
-            lambda: t.clamp_(max=1.0).exp_(),
-        ]
-    )()
-    return [t] if r.random() < 0.3 else []
-
-
-def _inplace_slice(p: Pool, r: Random) -> Any:
-    t = p.target(r)
-    u = p.matrix(r)
-
-    def through_unsafe() -> None:
-        # On a tensor that nobody saved: plain autograd does not notice this write.
-        a, b = torch.unsafe_chunk(t * 1.0, 2)
-        a.mul_(0.5)
-        p.tensors.extend([a, b * 2])
-
-    r.choice(
-        [
-            lambda: t[1:3].mul_(0.5),
-            lambda: t[:, 0].copy_(u[:, 1]),
-            lambda: t[0].add_(u[1]),
-            lambda: t.__setitem__((slice(None), slice(2, 4)), u[:, :2]),
-            lambda: t.__setitem__(2, u[0] * 2),
-            lambda: t.diagonal().mul_(3.0),
-            lambda: t.view(-1)[::3].tanh_(),
-            lambda: t.select(1, 3).exp_(),
-            lambda: t.__setitem__(u[:, 0] > 0, 0.5) if not p.strict else t[1].mul_(2),
-            through_unsafe,
-        ]
-    )()
-    return [t] if r.random() < 0.3 else []
-
-
-def _foreach(p: Pool, r: Random) -> Any:
-    t, u = p.target(r), p.target(r)
-    v = p.matrix(r)
-    r.choice(
-        [
-            lambda: torch._foreach_mul_([t, u], 0.5),
-            lambda: torch._foreach_add_([t, u], [v, v]),
-            lambda: torch._foreach_mul_([t[:2], t[2:]], 0.5),
-            lambda: torch._foreach_tanh_([t, u]),
-        ]
-    )()
-    return list(torch._foreach_mul([v, v], 2.0))[:1]
-
-
-def _constant_writes(p: Pool, r: Random) -> Any:
-    t = p.target(r)
-    r.choice([lambda: t[0].zero_(), lambda: t[:, 1].fill_(0.5), lambda: t.__setitem__((0, 0), 1.5), lambda: t.fill_diagonal_(2.0)])()
-    return [t] if r.random() < 0.3 else []
-
-
-def _overwrite(p: Pool, r: Random) -> Any:
-    t, u = p.target(r), p.matrix(r)
-    r.choice([lambda: t.copy_(u), lambda: t.zero_(), lambda: t.fill_(0.75).mul_(u), lambda: t.copy_(u[0])])()
-    return [t.sin()]
-
-
-def _out(p: Pool, r: Random) -> Any:
-    t, u = p.matrix(r).detach(), p.matrix(r).detach()
-    with torch.no_grad():
-        made = r.choice(
-            [
-                lambda: torch.mul(t, u, out=torch.empty_like(t)),
-                lambda: torch.add(t, 1.0, out=torch.empty(0)),
-                lambda: torch.sigmoid(t, out=torch.zeros(ROWS, 2 * COLS)[:, :COLS]),
-                lambda: torch.mm(t, u.t(), out=t.new_empty(ROWS, ROWS)),
-                lambda: torch.mul(fresh := t + 1, u, out=fresh),
-                lambda: torch.max(t, 1, out=(torch.empty(0), torch.empty(0, dtype=torch.long)))[0],
-                lambda: torch.cat([t, u], out=torch.empty(2 * ROWS, COLS)),
-            ]
-        )()
-    return [made, made.sin() * 0.5 + fitted(p.matrix(r)).sum()]
-
-
-def _build(p: Pool, r: Random) -> Any:
-    t, u = p.matrix(r), p.matrix(r)
-
-    def pieces(kind: Any, first: Tensor, second: Tensor) -> Tensor:
-        buffer = kind(ROWS, COLS)
-        buffer[:, :2] = first[:, :2]
-        buffer[:, 2:] = second[:, 2:]
-        return buffer
-
-    def through_bits() -> Tensor:
-        buffer = torch.zeros(ROWS, COLS)
-        empty = t.new_empty(ROWS, COLS)
-        empty.copy_(buffer)
-        empty.view(torch.int16)[:, :COLS].copy_(u.detach().contiguous().view(torch.int16)[:, :COLS])
-        return empty
-
-    def rows(kind: Any) -> Tensor:
-        buffer = kind(ROWS, COLS)
-        for i in range(ROWS):
-            buffer[i] = (t if i % 2 else u)[i]
-        return buffer
-
-    if p.strict:
-        made = r.choice([lambda: pieces(t.new_empty, t, u), lambda: rows(t.new_empty), lambda: pieces(t.new_empty, t, t.tanh())])()
-    else:
-        made = r.choice(
-            [
-                lambda: pieces(t.new_empty, t, u),
-                lambda: pieces(t.new_zeros, t, u),
-                lambda: pieces(torch.empty, t.sort(0)[0], u),
-                lambda: pieces(torch.empty, t, u.sort(1)[0]),
-                lambda: rows(torch.zeros),
-                lambda: rows(torch.empty),
-                lambda: torch.zeros(ROWS, COLS) + t,
-                lambda: torch.full_like(t, 0.5) * t,
-                through_bits,
-            ]
-        )()
-    return [made, made.exp().tanh()]
-
-
 # ------------------------------------------------------------------ random
 
 
@@ -423,7 +274,7 @@ def _random(p: Pool, r: Random) -> Any:
             lambda: [t * (t.detach() * 0).bernoulli_(0.5)],
             lambda: [t.sigmoid() * (t.detach() + 0).normal_(0.0, 1.0, generator=g)],
             lambda: [F.gumbel_softmax(t, hard=False)],
-            lambda: [t * (k.gain.detach() + 0).uniform_(-1, 1)],
+            lambda: [t * (k.cache + 0).uniform_(-1, 1)],
             lambda: [F.dropout(t + 1, 0.4, True, inplace=True)],
             lambda: [torch.normal(t.detach(), 1.0) * t],
             lambda: [torch.multinomial(t.detach().softmax(-1), 2)],
@@ -472,7 +323,15 @@ def _complex_pool(p: Pool, r: Random) -> Any:
     z = p.some(r, lambda t: t.is_complex())
     if not z.is_complex():
         z = torch.complex(z, z + 1)
-    return r.choice([lambda: [z.real.sin()], lambda: [z.imag * z.imag], lambda: [(z.conj() * z).real], lambda: [(z @ z.mH).real], lambda: [z.abs()]])()
+    return r.choice(
+        [
+            lambda: [z.real.sin()],
+            lambda: [z.imag * z.imag],
+            lambda: [(z.conj() * z).real],
+            lambda: [(z @ z.mH).real],
+            lambda: [z.abs()],
+        ]
+    )()
 
 
 # ------------------------------------------------------------------ autograd
@@ -520,7 +379,9 @@ def _dirty(p: Pool, r: Random) -> Any:
 def _detached(p: Pool, r: Random) -> Any:
     t, u = p.matrix(r), p.matrix(r)
     with torch.no_grad():
-        scale = r.choice([lambda: (t.abs() + 0.5), lambda: (t @ p.block.weight).tanh(), lambda: t.tanh() + p.block.cache])()
+        scale = r.choice(
+            [lambda: t.abs() + 0.5, lambda: (t @ p.block.weight).tanh(), lambda: t.tanh() + p.block.cache]
+        )()
         if not p.strict:
             scale = scale + p.block.gain.detach()
     return [u * scale, t.detach().cos() * u]
@@ -572,14 +433,14 @@ STRICT: dict[str, Step] = {
     "several": _several,
     "integer": _integer,
     "scatter": _scatter,
-    "inplace": _inplace,
-    "inplace_slice": _inplace_slice,
+    "inplace": writes.inplace,
+    "inplace_slice": writes.inplace_slice,
     "random": _random,
     "dtype": _dtype,
     "complex": _complex,
     "function": _function,
     "detached": _detached,
-    "build": _build,
+    "build": writes.build,
 }
 """Everything that these compute can be replayed."""
 
@@ -588,10 +449,10 @@ ALL: dict[str, Step] = STRICT | {
     "attention_dropout": _attention_dropout,
     "routing": _routing,
     "batch_norm": _batch_norm,
-    "foreach": _foreach,
-    "constant_writes": _constant_writes,
-    "overwrite": _overwrite,
-    "out": _out,
+    "foreach": writes.foreach,
+    "constant_writes": writes.constant_writes,
+    "overwrite": writes.overwrite,
+    "out": writes.out,
     "complex_pool": _complex_pool,
     "dirty": _dirty,
     "dead": _dead,

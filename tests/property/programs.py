@@ -1,8 +1,8 @@
 """Random programs: what they are, how one is run, and how two runs are compared.
 
-A program is a seed. Its instructions are drawn while it runs, from `operations`, with choices that depend on shapes only: a plain run and a run
-under a mode do the same. Plain autograd refuses some programs (an in-place write to something it saved): `settled` leaves out instructions that
-cannot run, and returns None where backward fails.
+A program is a seed. Its instructions are drawn while it runs, from `operations`, with choices that depend on shapes
+only: a plain run and a run under a mode do the same. Plain autograd refuses some programs (an in-place write to
+something it saved): `settled` leaves out instructions that cannot run, and returns None where backward fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import actmem
-from tests.property.operations import ALL, COLS, ROWS, STRICT, Pool, fitted
+from tests.property.operations import ALL, STRICT
+from tests.property.pool import COLS, ROWS, Pool, fitted
 
 BLOCKS = "blocks.*"
 
@@ -41,7 +42,11 @@ class Program:
         lines = [repr(self)]
         names = sorted(STRICT if self.strict else ALL)
         for block in range(2):
-            ran = [f"{i}:{_choices(self, block, i).choice(names)}" for i in range(self.num_steps) if (block, i) not in self.skip]
+            ran = [
+                f"{i}:{_choices(self, block, i).choice(names)}"
+                for i in range(self.num_steps)
+                if (block, i) not in self.skip
+            ]
             lines.append(f"  block {block}: {' '.join(ran)}")
         return "\n".join(lines)
 
@@ -115,10 +120,12 @@ class Model(nn.Module):
     def forward(self) -> Tensor:
         r = Random(self.program.seed)
         x = self.leaf * 1.0
-        y = r.choice([lambda: x, lambda: x[:2], lambda: x.t(), lambda: x.detach(), lambda: self.other * 1.0, lambda: self.other])()
+        y = r.choice([lambda: x, lambda: x[:2], x.t, x.detach, lambda: self.other * 1.0, lambda: self.other])()
         loss = torch.zeros(())
         for block in self.blocks:
-            self.num_input_bytes += sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (x, y)}.values())
+            self.num_input_bytes += sum(
+                {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (x, y)}.values()
+            )
             before, versions = (x, y), (x._version, y._version)
             x, y = block(x, y)
             self.wrote_inputs |= tuple(t._version for t in before) != versions

@@ -4,7 +4,6 @@ A defect is a change of the engine's own text: one function is compiled anew wit
 """
 
 from __future__ import annotations
-
 import __future__
 
 import dataclasses
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import actmem
-from actmem.engine import coverage, operators, replay, tape, values
+from actmem.engine import coverage, holding, operators, replay, tape, values
 
 Body = Callable[["_Block", Tensor], Tensor]
 
@@ -49,8 +48,15 @@ def outcome(body: Body, mode: Any, after: Callable[[Tensor], Any] | None = None)
     out.sum().backward()
     if applied is not None:
         assert applied.report().num_replayed > 0
-    found = {"loss": out.detach(), "leaf": leaf.grad, "weight": model[0].weight.grad, "generator": torch.get_rng_state()}
-    return {name: t.clone() for name, t in found.items() if t is not None} | {n: b.clone() for n, b in model.named_buffers()}
+    found = {
+        "loss": out.detach(),
+        "leaf": leaf.grad,
+        "weight": model[0].weight.grad,
+        "generator": torch.get_rng_state(),
+    }
+    return {name: t.clone() for name, t in found.items() if t is not None} | {
+        n: b.clone() for n, b in model.named_buffers()
+    }
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -66,7 +72,7 @@ def plant(patch: pytest.MonkeyPatch, owner: Any, name: str, *changes: tuple[str,
         source = source.replace(old, new)
     code = compile(source, f"<defective {name}>", "exec", flags=__future__.annotations.compiler_flag, dont_inherit=True)
     made: dict[str, Any] = {}
-    exec(code, original.__globals__, made)  # noqa: S102 - this is the planting
+    exec(code, original.__globals__, made)
     patch.setattr(owner, name, made[name])
 
 
@@ -120,7 +126,7 @@ def _batch_norm(k: _Block, x: Tensor) -> Tensor:
 def _unsafe(k: _Block, x: Tensor) -> Tensor:
     a, b = torch.unsafe_chunk(x @ k.weight, 2)
     a.mul_(0.5)
-    return torch.cat([a.exp(), b.exp()])
+    return torch.cat([a.exp(), b.exp()]) + x.sin().exp() @ k.weight
 
 
 def _input(k: _Block, x: Tensor) -> Tensor:
@@ -161,19 +167,32 @@ def _bits(k: _Block, x: Tensor) -> Tensor:
 # ------------------------------------------------------------------ defects
 
 
+FULL = actmem.Full()
+MATMULS = actmem.Selective(save=["matmul"])
+
+
 @dataclasses.dataclass(frozen=True)
 class Defect:
     body: Body
     planted: Callable[[pytest.MonkeyPatch], None]
-    mode: Any = actmem.Full()
+    mode: Any = FULL
     after: Callable[[Tensor], Any] | None = None
     """Run between forward and backward."""
     refused: bool = False
     """A sound engine raises VersionError."""
 
 
+def _uncopied(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(holding, "copied", lambda base: base)
+
+
 def _wrong_stride(patch: pytest.MonkeyPatch) -> None:
-    plant(patch, values, "see", ("as_strided(size, stride, offset)", "as_strided(size, sorted(stride, reverse=True), offset)"))
+    plant(
+        patch,
+        values,
+        "see",
+        ("as_strided(size, stride, offset)", "as_strided(size, sorted(stride, reverse=True), offset)"),
+    )
     patch.setattr(replay, "see", values.see)
 
 
@@ -211,17 +230,16 @@ def _by(owner: Any, name: str, old: str, new: str) -> Callable[[pytest.MonkeyPat
     return lambda patch: plant(patch, owner, name, (old, new))
 
 
-MATMULS = actmem.Selective(save=["matmul"])
 DEFECTS = {
-    "an old version is not copied before it is overwritten": Defect(
-        _overwritten, _by(tape, "_preserve", "base.untyped_storage().clone()", "base.untyped_storage()")
-    ),
+    "an old version is not copied before it is overwritten": Defect(_overwritten, _uncopied),
     "a view is seen with the wrong strides": Defect(_transposed, _wrong_stride),
     "a replayed write does not copy what others still read": Defect(
-        _two_versions, _by(replay, "_writable", " and sys.getrefcount(value) <= 4", "")
+        _two_versions, _by(replay, "_writable", " and sys.getrefcount(value) <= num_refs[id(value)] + 2", "")
     ),
     "a storage is known by its pointer alone": Defect(_short_lives, _pointers_only),
-    "the generator is not set before a replay": Defect(_dropout, _by(replay, "_draw", "generator.set_state(state)", "pass")),
+    "the generator is not set before a replay": Defect(
+        _dropout, _by(replay, "_draw", "generator.set_state(state)", "pass")
+    ),
     "the generator is not restored after a replay": Defect(
         _dropout, _by(replay, "_draw", "generator.set_state(now)", "pass"), after=lambda _: torch.rand(1)
     ),
@@ -230,7 +248,9 @@ DEFECTS = {
     ),
     "writes that no schema declares are forgotten": Defect(_batch_norm, _forgotten_writes),
     "an undeclared alias counts as a new value": Defect(
-        _unsafe, _by(tape.Tape, "_record_outputs", "known is not None and known.storage() is storage", "False"), mode=MATMULS
+        _unsafe,
+        _by(tape.Tape, "_record_outputs", " or self._lookup(t) is not None", ""),
+        mode=MATMULS,
     ),
     "versions are not compared": Defect(
         _input,
@@ -242,14 +262,16 @@ DEFECTS = {
     "a half filled storage counts as full": Defect(_half_filled, _always_full),
     "constants are replayed": Defect(_constant, _constants_replayed),
     "two arguments on one storage are written apart": Defect(
-        _lists, _by(replay, "_run", "copies.get(id(value))", "(copies.get(id(value)) if j else None)")
+        _lists, _by(replay, "_run", "else copies[id(value)]", "else copies[id(value)].clone()")
     ),
-    "the dtype of a view is dropped": Defect(_bits, _by(replay, "_run", "offset, dtype, bits)", "offset, base.dtype, bits)")),
+    "the dtype of a view is dropped": Defect(
+        _bits, _by(replay, "_run", "offset, dtype, bits)", "offset, base.dtype, bits)")
+    ),
 }
 
 
 @pytest.fixture
-def _filled(monkeypatch: pytest.MonkeyPatch) -> Any:
+def _filled() -> Any:
     """Fill new memory with NaN, so that no program is right by the luck of finding its old bytes again."""
     torch.use_deterministic_algorithms(True)
     yield

@@ -54,7 +54,11 @@ def programs(seed: int, *, strict: bool) -> Iterator[tuple[Program, Outcome]]:
     for n in count():
         r = Random(seed * 1009 + n)
         drawn = Program(
-            r.randrange(2**31), strict=strict, num_steps=r.randrange(4, 14), twice=r.random() < 0.2, num_calls=r.choice([1, 1, 2, 3])
+            r.randrange(2**31),
+            strict=strict,
+            num_steps=r.randrange(4, 14),
+            twice=r.random() < 0.2,
+            num_calls=r.choice([1, 1, 2, 3]),
         )
         accepted = settled(drawn)
         if accepted is not None:
@@ -64,7 +68,9 @@ def programs(seed: int, *, strict: bool) -> Iterator[tuple[Program, Outcome]]:
                 return
 
 
-def wrong(program: Program, plain: Outcome, mode: Any, check: Callable[[Outcome], str | None], tally: Tally) -> str | None:
+def wrong(
+    program: Program, plain: Outcome, mode: Any, check: Callable[[Outcome], str | None], tally: Tally
+) -> str | None:
     """Say what is wrong with a program under a mode, or return None."""
     try:
         outcome = run(program, mode)
@@ -88,10 +94,14 @@ def too_much(outcome: Outcome) -> str | None:
         if row.num_bytes <= TRIFLE_BYTES and not row.by_autograd
     )
     limit = report.plain_bytes + outcome.num_input_bytes + BUFFER_BYTES + trifles
-    return None if report.held_bytes <= limit else f"holds {report.held_bytes} bytes, plain and inputs {limit}\n{report}"
+    return (
+        None if report.held_bytes <= limit else f"holds {report.held_bytes} bytes, plain and inputs {limit}\n{report}"
+    )
 
 
-def search(modes: Callable[[Program], Any], *, strict: bool, check: Callable[[Outcome], str | None], salt: int) -> Tally:
+def search(
+    modes: Callable[[Program], Any], *, strict: bool, check: Callable[[Outcome], str | None], salt: int
+) -> Tally:
     """Try programs under a mode each."""
     tally = Tally()
 
@@ -108,7 +118,7 @@ def search(modes: Callable[[Program], Any], *, strict: bool, check: Callable[[Ou
 
 def explain(program: Program, mode: Any, check: Callable[[Outcome], str | None], problem: str) -> str:
     """Describe the smallest part of a program that fails alike."""
-    kind = problem.split(":")[0].split(" ")[0]
+    kind = problem.replace(":", " ").split(maxsplit=1)[0]
 
     def fails(smaller: Program) -> bool:
         accepted = settled(smaller)
@@ -146,7 +156,7 @@ def test_every_recompute_decision_is_replayed_where_everything_can_be() -> None:
 def test_random_programs_are_bitwise_under_full_recomputation() -> None:
     tally = search(lambda _: actmem.Full(), strict=False, check=nothing_more, salt=2)
     assert tally.programs >= 500 and tally.refused <= tally.programs // 20
-    assert tally.recomputed >= 0.6 * (tally.recomputed + tally.kept), "most values must be replayed, or the search proves little"
+    assert tally.recomputed >= 0.6 * (tally.recomputed + tally.kept), "or the search proves little"
     assert tally.held_bytes < tally.plain_bytes
 
 
@@ -159,16 +169,15 @@ def test_random_programs_are_bitwise_with_every_second_matmul_saved() -> None:
 def operators_by_chance(program: Program) -> actmem.Rules:
     """Return rules that save what some of the program's operators make."""
     r = Random(program.seed)
-    report = run(dataclasses.replace(program, num_calls=1), actmem.Full()).report if not settled_writes(program) else None
-    seen = sorted({row.op.rsplit(".", 1)[0] for kind in report.kinds for row in kind.rows if row.op.startswith("aten.")}) if report else []
-    names = r.sample(seen, min(len(seen), r.randrange(1, 5))) or ["matmul"]
+    seen: set[str] = set()
+    try:
+        report = run(dataclasses.replace(program, num_calls=1), actmem.Full()).report
+        seen = {row.op.rsplit(".", 1)[0] for kind in report.kinds for row in kind.rows if row.op.startswith("aten.")}
+    except actmem.VersionError:  # refused under every mode that holds what the program writes
+        pass
+    names = r.sample(sorted(seen), min(len(seen), r.randrange(1, 5)))
     rules = [actmem.Rule("save", op=name, nth=r.choice([None, None, "::2", "1:"])) for name in names]
     return actmem.Rules([*rules, actmem.Rule("recompute", op="matmul"), actmem.Rule("recompute")])
-
-
-def settled_writes(program: Program) -> bool:
-    accepted = settled(program)
-    return accepted is not None and accepted[1].wrote_inputs
 
 
 def test_random_programs_are_bitwise_with_operators_saved_by_chance() -> None:
@@ -178,7 +187,7 @@ def test_random_programs_are_bitwise_with_operators_saved_by_chance() -> None:
 
 
 def test_what_is_measured_after_forward_agrees_with_the_report() -> None:
-    """A sample, because measuring is slow: bytes alive when backward begins, by the meter and not by the engine's word."""
+    # A sample, because measuring is slow: bytes alive when backward begins, by the meter and not by the engine's word.
     less = 0
     for program, plain in [p for seed in range(5) for p in programs(seed, strict=True)]:
         program = dataclasses.replace(program, num_calls=1, twice=False)

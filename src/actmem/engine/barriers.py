@@ -4,7 +4,9 @@ NOTE [ Barriers ]
 A value that is never replayed (NOTE [ Never replayed ]) is not therefore held. While nothing needs it, it costs
 nothing; a recorded value that was computed from it is said to *owe* it. When autograd saves a value that owes, one of
 two things must be held: what is owed, or the value itself. Whichever is fewer bytes is. So each saved tensor adds at
-most its own bytes, and a tape never holds more than plain autograd does, plus the block's inputs.
+most its own bytes, and a tape never holds more than plain autograd does, plus the block's inputs. The same holds for
+a value that the plan keeps: it is kept as a place to start replays from, and where something that is made from it is
+smaller, that is held instead.
 
 A trifle (`TRIFLE_BYTES`), such as the constant 0.0 that a mask is made from, is held as soon as a recorded operator
 reads it: it is often gone before anything is saved, and its loss would be the loss of the whole chain.
@@ -42,7 +44,7 @@ def settle(value: Value, num_bytes: int, hold: Callable[[Value, Tensor], None], 
         if alive is None or alive.untyped_storage() is not v.storage():  # gone, or its data was exchanged
             break
         found.append((v, alive))
-    if len(found) < len(owed) or sum(v.num_bytes for v in owed) >= num_bytes:
+    if len(found) < len(owed) or sum(v.num_bytes for v in owed) > num_bytes:
         hold(value, tensor)
         value.node, value.why = None, "barrier"
         if value.row is not None:

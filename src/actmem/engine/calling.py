@@ -97,9 +97,8 @@ class Script:
         tape = Tape(
             self.verdicts,
             observation,
-            checking=observation is not None,
+            inputs=inputs,
             trainable=self._trainable_storages(block),
-            inputs=storages_of(inputs),
             cut=self._cut,
         )
         try:

@@ -15,7 +15,7 @@ from actmem.engine.observing import Row
 
 __all__ = ["Cut", "smallest_cut"]
 
-_FREE = (None, "save", "external", "barrier")
+_FREE = (None, "external", "barrier")
 
 
 class Cut:

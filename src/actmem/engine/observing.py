@@ -73,7 +73,8 @@ class Observation:
         self.rows: list[Row] = []
         self.funcs: list[Any] = []
         """The operators of the call, in order, without views."""
-        self._held: list[tuple[weakref.ref[Value], Row]] = []
+        self._values: list[tuple[weakref.ref[Value], Row]] = []
+        self._handles: list[tuple[weakref.ref[Any], Row]] = []
 
     def begin(self, func: Any) -> None:
         """Note that an operator ran."""
@@ -89,27 +90,36 @@ class Observation:
 
     def given(self, value: Value, tensor: torch.Tensor, num_bytes: int) -> None:
         """Note a value that came from outside."""
+        origin = tensor if tensor._base is None else tensor._base  # pyright: ignore[reportPrivateUsage]
         kind = "state" if storage_key(tensor.untyped_storage()) in self._state else "input"
-        self._add(value, Row("", kind, kind, tensor, num_bytes, value.why))
+        parameter = isinstance(origin, torch.nn.Parameter) or (origin.is_leaf and origin.requires_grad)
+        name = ("parameter" if parameter else "buffer") if kind == "state" else "input"
+        self._add(value, Row("", name, kind, tensor, num_bytes, value.why))
 
     def _add(self, value: Value, row: Row) -> None:
         value.row = row
         self.rows.append(row)
-        self._held.append((weakref.ref(value), row))
+        self._values.append((weakref.ref(value), row))
 
-    def saved(self, value: Value) -> None:
+    def saved(self, value: Value, handle: Any) -> None:
         """Note that autograd saved a value."""
         if value.row is not None:
-            value.row.saved = True
+            self._handles.append((weakref.ref(handle), value.row))
 
     def settle(self) -> None:
-        """Note what is still held, now that the forward pass is over and only handles keep values alive."""
-        for reference, row in self._held:
+        """Note what is saved and held now, when only handles keep values alive.
+
+        Done when the forward is over, and again when backward begins: a branch without a gradient dies in between.
+        """
+        for row in self.rows:
+            row.saved = row.held = False
+        for reference, row in self._handles:
+            row.saved = row.saved or reference() is not None
+        for reference, row in self._values:
             value = reference()
             row.held = value is not None and value.held is not None
             if row.held and value is not None and row.why is None:
                 row.why = value.why
-        self._held.clear()
 
     def signature(self) -> Any:
         """Return what is equal for calls that ran the same program on values of the same size."""

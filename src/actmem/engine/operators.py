@@ -143,6 +143,9 @@ _OVERWRITES = frozenset(
 """In-place operators that write every element of what they write, and read none of it. (`out=` forms are found by
 their schema.)"""
 
+_FILLS_SAVED = frozenset({"rrelu_with_noise", "rrelu_with_noise_"})
+"""Operators whose gradient formula saves an argument before the operator has filled it."""
+
 UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
     "native_batch_norm": ("running_mean", "running_var"),
     "batch_norm_update_stats": ("running_mean", "running_var"),
@@ -165,6 +168,7 @@ class Operator:
         "accumulate",
         "declared",
         "dropout",
+        "fills_saved",
         "fresh",
         "func",
         "name",
@@ -194,6 +198,8 @@ class Operator:
         """Position and name of the arguments that it writes."""
         self.overwrites = False
         """Writes all of what it writes without reading it."""
+        self.fills_saved = False
+        """Autograd saves what it writes before it is written."""
         self.never: str | None = None
         """The name of the reason why it is never replayed, whatever its arguments."""
         self.random = False
@@ -270,6 +276,7 @@ class Operator:
         self.overwrites = bool(declared) and (
             base in _OVERWRITES or all(schema.arguments[i].is_out for i, _ in declared)
         )
+        self.fills_saved = base in _FILLS_SAVED
         self.never = self._reason(base)
         self.random = torch.Tag.nondeterministic_seeded in self.func.tags
         self.seeded = arguments.get("generator")

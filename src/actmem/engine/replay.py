@@ -13,6 +13,7 @@ and in plain sight of every dispatch mode that is active: a FLOP counter counts 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.nn import Parameter
 from actmem.engine.checksum import checksum
 from actmem.engine.tape import Flattened, Handle
 from actmem.engine.trees import tensors
-from actmem.engine.values import UNCHECKED, Boxed, Node, Value, see
+from actmem.engine.values import UNCHECKED, Boxed, Node, Value, copied, see, without_bits
 from actmem.errors import FreedStorageError, ReplayError, SelfCheckError, VersionError
 from actmem.replaying import enter, leave
 from actmem.torchcompat import (
@@ -43,29 +44,33 @@ def unpack(packed: Any) -> Tensor:
     """Return the tensor that autograd saved, from what `Tape.pack` gave it."""
     if type(packed) is not Handle:
         return _unpack_other(packed)
-    value = packed.value
-    with packed.tape.lock:
-        fresh = value.held is None
-        if fresh:
+    value, tape = packed.value, packed.tape
+    with tape.lock:
+        if tape.observation is not None:
+            tape.observation.settle()
+            tape.observation = None
+        if value.held is None:
             _materialise(value)
+        elif type(value.held) is Boxed:
+            _open(value)
         base = _held(value)
         with below_autograd():
+            if sys.getrefcount(value) > 3 and _may_be_written(base):
+                base = copied(base)
             tensor = see(base, packed.size, packed.stride, packed.offset, packed.dtype, packed.bits)
-            if (
-                sys.getrefcount(value) > 3
-                and isinstance(current_autograd_node(), BackwardCFunction)
-                and not isinstance(base, Parameter)
-            ):
-                # A kernel behind a Python Function may write into what it is given, as some do to save memory.
-                storage = tensor.untyped_storage().clone()
-                tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-                    storage, packed.offset, packed.size, packed.stride
-                )
         if packed.checksum is not None:
             if checksum(tensor) != packed.checksum:
                 raise SelfCheckError(_mismatch(packed))
             packed.checksum = None
         return tensor
+
+
+def _may_be_written(base: Tensor) -> bool:
+    """Tell whether the backward step that asks may write into what it is given, as some kernels do to save memory.
+
+    Only a Python Function can. A parameter it would have spoilt in plain training too.
+    """
+    return isinstance(current_autograd_node(), BackwardCFunction) and not isinstance(base, Parameter)
 
 
 def _unpack_other(packed: Any) -> Tensor:
@@ -80,14 +85,24 @@ def _unpack_other(packed: Any) -> Tensor:
     return packed
 
 
+def _open(value: Value) -> None:
+    """Take a value back from the hooks around the tape, for good: some give a value back once only."""
+    boxed = value.held
+    if type(boxed) is not Boxed:
+        return
+    tensor = boxed.unpack(boxed.packed)
+    # What comes back must lie on its storage as what was given did: from its beginning.
+    value.held = tensor if tensor.storage_offset() == 0 and tensor.is_contiguous() else tensor.contiguous().clone()
+
+
 def _held(value: Value) -> Tensor:
     """Return the tensor that holds a value, after making sure that its bytes are still those that were recorded."""
     base = value.held
     if value.version == UNCHECKED:
-        return base.unpack(base.packed) if type(base) is Boxed else base
+        return base
     if base._version != value.version:
         raise VersionError(_changed(value))
-    if value.num_bytes and base.untyped_storage().nbytes() < value.num_bytes:
+    if value.num_bytes and base.layout is torch.strided and base.untyped_storage().nbytes() < value.num_bytes:
         raise FreedStorageError(_freed(value))
     return base
 
@@ -100,6 +115,7 @@ def _materialise(value: Value) -> None:
             "a saved value can no longer be replayed: its operator failed in an earlier backward pass. Run the "
             "forward pass again."
         )
+    _open_all(order)
     enter()
     try:
         with below_autograd(), without_autocast():
@@ -110,6 +126,14 @@ def _materialise(value: Value) -> None:
                 del wanted, node  # let go at once of what nothing else needs
     finally:
         leave()
+
+
+def _open_all(order: list[tuple[Value, Node]]) -> None:
+    """Take back what the hooks around the tape have, before anything runs: they may run a forward of their own."""
+    for _, node in order:
+        for ref in node.refs:
+            if ref[2] is not None and type(ref[2].held) is Boxed:
+                _open(ref[2])
 
 
 def _order(value: Value) -> list[tuple[Value, Node]]:
@@ -148,17 +172,17 @@ def _run(node: Node, wanted: Value) -> None:
     args = list(node.args)
     kwargs = dict(node.kwargs) if node.kwargs else None
     writes = node.writes
+    # Whatever the call writes it must write, and read, in one place: the tensors of a call may share a storage.
+    copies = _writable(node) if writes is not None else None
     i: Any
     j: Any
     for i, j, value, size, stride, offset, dtype, bits in node.refs:
         if value is None:
             continue
-        base = _held(value)
-        if writes is not None and any(w[0] == i and w[1] == j for w in writes):
-            base = _writable(base, value)
+        base = _held(value) if copies is None or id(value) not in copies else copies[id(value)]
         tensor = base if size is None else see(base, size, stride, offset, dtype, bits)
         _place(args, kwargs, i, j, tensor)
-    base = tensor = value = None
+    base = tensor = value = copies = None
     if writes is not None:
         for i, j, num_bytes, device in writes:
             if num_bytes >= 0:
@@ -170,7 +194,7 @@ def _run(node: Node, wanted: Value) -> None:
     if node.outs is None:
         if type(out) is not Tensor:
             out = next(iter(tensors(out)))
-        _made(wanted, out)
+        _made(wanted, without_bits(out))
         return
     results = dict(enumerate(tensors(out)))
     if writes is not None:
@@ -179,7 +203,7 @@ def _run(node: Node, wanted: Value) -> None:
     for slot, reference in node.outs:
         value = reference()
         if value is not None and value.node is node:
-            _made(value, _plain(results[slot]))
+            _made(value, without_bits(results[slot]))
 
 
 def _made(value: Value, tensor: Tensor) -> None:
@@ -210,22 +234,19 @@ def _draw(node: Node, args: list[Any], kwargs: dict[str, Any] | None) -> Any:
         generator.set_state(now)
 
 
-def _writable(base: Tensor, value: Value) -> Tensor:
-    """Return a tensor on bytes that may be written: a copy, unless nothing else will read the old ones."""
-    # The references that do not count: the node's, the loop's, this name's and the call's.
-    if value.own and sys.getrefcount(value) <= 4:
-        return base
-    storage = base.untyped_storage().clone()
-    return torch.empty(0, dtype=base.dtype, device=base.device).set_(
-        storage, base.storage_offset(), base.size(), base.stride()
-    )
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return the tensor without conj and neg bits, as `see` wants its base."""
-    if tensor.is_conj():
-        tensor = torch.ops.aten._conj(tensor)
-    return torch.ops.aten._neg_view(tensor) if tensor.is_neg() else tensor
+def _writable(node: Node) -> dict[int, Any]:
+    """Return, for each value that a call writes, bytes that may be written: its own, if nothing else will read them."""
+    copies: dict[int, Any] = {}
+    written = {(w[0], w[1]) for w in node.writes or ()}
+    num_refs = Counter(id(r[2]) for r in node.refs)
+    for ref in node.refs:
+        value: Value | None = ref[2]
+        if value is None or (ref[0], ref[1]) not in written or id(value) in copies:
+            continue
+        # The references that do not count: the node's, this name's and the call's.
+        spare = value.own and sys.getrefcount(value) <= num_refs[id(value)] + 2
+        copies[id(value)] = _held(value) if spare else copied(_held(value))
+    return copies
 
 
 def _place(args: list[Any], kwargs: dict[str, Any] | None, i: Any, j: int, tensor: Tensor) -> None:

@@ -10,7 +10,7 @@ or random generator is touched twice, because no code that touches one is run.
 What a recorded operator reads is resolved at once, by storage and version (NOTE [ Values ]), so that the following
 holds at any moment: **every handle is closed**: each chain that leads to its value ends in values that are held.
 Recording cannot break that. Saving (`pack`) establishes it for the new handle (NOTE [ Barriers ]). A write in place
-would break it, so what it overwrites is copied first if anything can still reach it (`_preserve`).
+would break it, so what it overwrites is copied first if anything can still reach it (`preserve`).
 
 Versions are read late: the counter of a tensor that an operator writes moves after the handler has returned. So a
 value becomes held, and its version is noted, when something first refers to it, never at its birth.
@@ -21,21 +21,20 @@ value becomes held, and its version is noted, when something first refers to it,
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from actmem.engine import barriers
 from actmem.engine.checksum import checksum
-from actmem.engine.coverage import Coverage
+from actmem.engine.coverage import Coverage, fills
 from actmem.engine.cutting import Cut
 from actmem.engine.deciding import Verdicts
+from actmem.engine.holding import Holdings, preserve, storage_of
 from actmem.engine.observing import Observation
 from actmem.engine.operators import DESCRIBED, Operator, describe
 from actmem.engine.trees import tensors
@@ -47,9 +46,7 @@ from actmem.torchcompat import (
     is_traceable_wrapper_subclass,
     never_compile,
     numerics,
-    outer_hooks,
     storage_key,
-    without_dispatch_modes,
 )
 
 __all__ = ["Flattened", "Handle", "Tape"]
@@ -61,7 +58,7 @@ _operators = DESCRIBED
 class Handle:
     """What autograd holds in the place of a saved tensor: a value, and how to see it."""
 
-    __slots__ = ("bits", "checksum", "dtype", "offset", "size", "stride", "tape", "value")
+    __slots__ = ("__weakref__", "bits", "checksum", "dtype", "offset", "size", "stride", "tape", "value")
 
     def __init__(self, tape: Tape, value: Value, tensor: Tensor, bits: int) -> None:
         self.tape = tape
@@ -83,7 +80,7 @@ class Flattened:
         self.kind, self.inner, self.context, self.size, self.stride = kind, inner, context, size, stride
 
 
-class Tape(TorchDispatchMode):
+class Tape(Holdings, TorchDispatchMode):
     """Record one forward call of one block. Entered by `engine.calling`, never by hand."""
 
     supports_higher_order_operators = True
@@ -103,35 +100,19 @@ class Tape(TorchDispatchMode):
         verdicts: Verdicts,
         observation: Observation | None,
         *,
-        checking: bool,
+        inputs: list[Tensor],
         trainable: frozenset[int],
-        inputs: set[int],
         cut: Cut | None = None,
     ) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
+        TorchDispatchMode.__init__(self)  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
+        Holdings.__init__(self, inputs, trainable, observation)
         self.lock = threading.RLock()
         """Held during a replay: backward may run on several threads."""
         self.address = ""
         """Path of the module whose forward is running, if modules are followed."""
-        self._values: dict[int, Value] = {}
         self._verdicts = verdicts
         self._known = verdicts.known
         self._counts = verdicts.new_counts()
-        self._observation = observation
-        self._checking = checking
-        self._trainable = trainable
-        """Storages of the block's trainable parameters."""
-        self._inputs = inputs
-        """Storages of the block's arguments: they count as held. Others with a history come from work that the tape
-        cannot see."""
-        self._outer = outer_hooks()
-        self._provisional: list[Value] = []
-        self._reserve: list[Tensor] = []
-        """Constants that a recorded operator read, such as the ones that a mask is cut from: kept from dying until
-        the forward is over."""
-        self._bits = False
-        self.paused = False
-        """Operators run unrecorded: they belong to a call that is recorded as a whole, or to the self-check."""
         self._cut = cut
         self._index = 0
         self._numbered = cut is not None or observation is not None
@@ -177,44 +158,47 @@ class Tape(TorchDispatchMode):
         if keep:
             values[key] = value = Value(_ref(storage), None, 0, keep)
         else:
+            # The same as `_node`, written out for the common case: this runs for most operators of a step.
             refs: list[tuple[Any, ...]] = []
             plain = list(args)
             debts = None
             for i, a in enumerate(args):
                 if isinstance(a, Tensor):
+                    plain[i] = None
                     try:
                         s = a.untyped_storage()
                     except NotImplementedError:
-                        debts = self._refer(i, -1, a, refs, debts)
-                    else:
-                        v = values.get(s._cdata)
-                        if v is None or v.storage() is not s or v.node is None:
-                            v = self._meet(a, s, v)
-                            if v.held is None:
-                                debts = barriers.owe(debts, (v,))
-                        if v.debts:
-                            debts = barriers.owe(debts, v.debts)
-                        bits = (a.is_conj() | a.is_neg() << 1) if self._bits else 0
-                        refs.append((i, -1, v, a.size(), a.stride(), a.storage_offset(), a.dtype, bits))
-                    plain[i] = None
+                        self._refer(i, -1, a, refs)
+                        continue
+                    v = values.get(s._cdata)
+                    if v is None or v.storage() is not s or v.node is None:
+                        v = self._meet(a, s, v)
+                        if v.held is None:
+                            debts = barriers.owe(debts, (v,))
+                    elif v.debts is not None:
+                        debts = barriers.owe(debts, v.debts)
+                    bits = (a.is_conj() | a.is_neg() << 1) if self._bits else 0
+                    refs.append((i, -1, v, a.size(), a.stride(), a.storage_offset(), a.dtype, bits))
                 elif type(a) is list or type(a) is tuple:
-                    plain[i], debts = self._refer_list(i, a, refs, debts)
+                    plain[i] = self._refer_list(i, a, refs)
+                    debts = _all_debts(refs)
             if kwargs:
-                kwargs, debts = self._refer_kwargs(kwargs, refs, debts)
+                kwargs = self._refer_kwargs(kwargs, refs)
+                debts = _all_debts(refs)
             node = Node(func, plain, kwargs, refs)
             if operator.numerics:
                 node.flags = numerics()
             values[key] = value = Value(_ref(storage), node, 0, None)
-            if debts:
+            if debts is not None:
                 value.debts = debts
-        if self._observation is not None:
-            self._observation.made(value, operator, self.address, out)
+        if self.observation is not None:
+            self.observation.made(value, operator, self.address, out)
         return out
 
     def _in_cut(self, func: Any) -> bool:
         """Count an operator, and tell whether what it makes belongs to the smallest cut."""
-        if self._observation is not None:
-            self._observation.begin(func)
+        if self.observation is not None:
+            self.observation.begin(func)
         cut = self._cut
         if cut is None:
             return False
@@ -228,64 +212,72 @@ class Tape(TorchDispatchMode):
     def _record_special(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator that writes, draws, or is never replayed."""
         func = operator.func
-        written = list(_written(operator, args, kwargs))
+        writes = [_Write(where, j, t, operator, args) for where, j, t in _written(operator, args, kwargs)]
         keep = self._known.get(func)
         if keep is None:
-            keep = self._verdicts.decide(operator, self.address, self._counts, written[0][2] if written else None)
+            keep = self._verdicts.decide(operator, self.address, self._counts, writes[0].tensor if writes else None)
         forbidden = operator.forbids(args, kwargs, next(tensors(args), None))
         if self._numbered and self._in_cut(func):
             keep, forbidden = "cut", None
-        draws = forbidden is None and operator.draws(args, kwargs)
         state = None
-        if draws:
+        if forbidden is None and not keep and operator.draws(args, kwargs):
             state = _generator_state(operator, args, kwargs)
             if state is None:
                 forbidden = "generator"
-        old = [self._lookup(t) for _, _, t in written]
-        whole = [
-            operator.overwrites and t.numel() * t.element_size() == t.untyped_storage().nbytes() for _, _, t in written
-        ]
-        # Why the new version of each written storage cannot be made by this node; None if it can.
-        fates = [forbidden or keep or _inherited(v, entire) for v, entire in zip(old, whole, strict=True)]
-        coverage = (
-            self._coverage(operator, written, old)
-            if forbidden is None and not keep and fates == ["uninitialised"]
-            else None
-        )
+        for write in writes:
+            write.old = self._lookup(write.tensor)
+            write.fate = forbidden or keep or write.inherited()
+        replayable = forbidden is None and not keep
+        coverage = writes[0].coverage() if replayable and len(writes) == 1 else None
         node = None
-        if (
-            forbidden is None and not keep and (operator.fresh or None in fates or coverage)
-        ) or forbidden == "uninitialised":
+        if replayable and (operator.fresh or coverage is not None or any(w.fate is None for w in writes)):
             node = self._node(operator, args, kwargs)
             node.state = state
-            if written:
-                node.overwrite(written, whole)
-        while old:
-            v = old.pop()
-            if v is not None:
-                if v.row is not None:
-                    v.row.overwritten = True
-                self._values.pop(storage_key(v.storage()), None)
-                _preserve(v)
+            if writes:
+                node.overwrite([(w.where, w.item, w.tensor, w.whole) for w in writes])
+        self._leave_behind(writes, fills_saved=operator.fills_saved)
         out = func(*args, **kwargs)
+        made = self._record_writes(operator, node, writes, coverage)
+        if forbidden == "uninitialised" and isinstance(out, Tensor) and not writes:
+            self._record_uninitialised(operator, args, kwargs, out)
+        else:
+            self._record_outputs(operator, node, out, forbidden or keep, made)
+        return out
+
+    def _leave_behind(self, writes: list[_Write], *, fills_saved: bool) -> None:
+        """Take leave of the versions that an operator is about to overwrite."""
+        for write in writes:
+            value, write.old = write.old, None
+            if value is None:
+                continue
+            if value.row is not None:
+                value.row.overwritten = True
+            self._values.pop(storage_key(value.storage()), None)
+            if fills_saved:
+                write.reborn = value
+            else:
+                preserve(value)
+
+    def _record_writes(
+        self, operator: Operator, node: Node | None, writes: list[_Write], coverage: Coverage | None
+    ) -> list[tuple[int, weakref.ref[Value]]]:
+        """Make a value of each new version."""
         made: list[tuple[int, weakref.ref[Value]]] = []
-        for k, ((_, _, t), fate) in enumerate(zip(written, fates, strict=True)):
-            storage = t.untyped_storage()
-            value = Value(_ref(storage), node if fate is None else None, -1 - k, fate)
+        for k, write in enumerate(writes):
+            storage = write.tensor.untyped_storage()
+            if self._lookup(write.tensor) is not None:
+                continue  # two of the written tensors lie on one storage: one new version of it
+            value = Value(_ref(storage), node if write.fate is None else None, -1 - k, write.fate)
+            if write.reborn is not None:
+                value = _reborn(write.reborn, value)
             made.append((-1 - k, _ref(value)))
             if coverage is not None and node is not None:
-                value.coverage, value.pending = coverage, node
+                value.coverage, value.pending, value.debts = coverage, node, _all_debts(node.refs)
                 node.outs = made
                 if coverage.full:
                     _promote(value)
-            self._remember(value, storage, t, operator, node)
-        if forbidden == "uninitialised" and node is not None and isinstance(out, Tensor) and not written:
-            self._record_uninitialised(operator, node, out)
-            return out
-        if forbidden is not None:
-            node = None
-        self._record_outputs(operator, node, out, forbidden or keep, made)
-        return out
+            self._remember(value, storage, write.tensor, operator)
+        return made
 
     def record_call(self, operator: Operator, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a declared function, and record it as one operator, whose replay runs `operator.func`."""
@@ -306,26 +298,17 @@ class Tape(TorchDispatchMode):
         if not keep:
             node = self._node(operator, args, kwargs)
             node.state = next(((g, s) for g, s in states if not torch.equal(s, g.get_state())), None)
-        self._record_outputs(operator, node, out, keep)
+        self._record_outputs(operator, node, out, keep, [])
         return out
 
-    @staticmethod
-    def _coverage(
-        operator: Operator, written: list[tuple[int | str, int, Tensor]], old: list[Value | None]
-    ) -> Coverage | None:
-        """Return what will have been written of a storage that was born uninitialised, if that can be told."""
-        value = old[0]
-        if not operator.overwrites or value is None or value.coverage is None or value.held is not None:
-            return None
-        return value.coverage.with_write(written[0][2])
-
-    def _record_uninitialised(self, operator: Operator, node: Node, out: Tensor) -> None:
+    def _record_uninitialised(self, operator: Operator, args: Any, kwargs: Any, out: Tensor) -> None:
         """Make a value of a newborn tensor, with the call that could make another when all of it has been written."""
         storage = out.untyped_storage()
         value = Value(_ref(storage), None, 0, "uninitialised")
         value.coverage = Coverage.of(out)
-        value.pending = None if value.coverage is None else node
-        self._remember(value, storage, out, operator, None)
+        if value.coverage is not None:
+            value.pending = self._node(operator, args, kwargs)
+        self._remember(value, storage, out, operator)
 
     def _record_outputs(
         self,
@@ -338,41 +321,26 @@ class Tape(TorchDispatchMode):
         """Make a value of each output tensor that is no view of something known."""
         made = made or []
         for slot, t in enumerate(tensors(out)):
-            try:
-                storage = t.untyped_storage()
-            except (NotImplementedError, RuntimeError):
-                continue
-            known = self._values.get(storage._cdata)
-            if (known is not None and known.storage() is storage) or is_traceable_wrapper_subclass(t):
+            storage = storage_of(t)
+            if storage is None or is_traceable_wrapper_subclass(t) or self._lookup(t) is not None:
                 continue
             value = Value(_ref(storage), node, slot, None if node is not None else why)
-            self._remember(value, storage, t, operator, node)
+            self._remember(value, storage, t, operator)
             made.append((slot, _ref(value)))
         if node is not None and (len(made) > 1 or (made and made[0][0] != 0)):
             node.outs = made
 
-    def _remember(self, value: Value, storage: Any, tensor: Tensor, operator: Operator, node: Node | None) -> None:
-        if value.node is not None and node is not None:
-            value.debts = self._debts(node)
+    def _remember(self, value: Value, storage: Any, tensor: Tensor, operator: Operator) -> None:
+        if value.node is not None:
+            value.debts = value.debts or _all_debts(value.node.refs)
         elif value.why not in KEPT:
             value.tensor = _ref(tensor)
             value.num_bytes = storage.nbytes()
         self._values[storage._cdata] = value
-        if self._observation is not None:
-            self._observation.made(value, operator, self.address, tensor)
+        if self.observation is not None:
+            self.observation.made(value, operator, self.address, tensor)
 
-    @staticmethod
-    def _debts(node: Node) -> tuple[Value, ...] | None:
-        debts = None
-        for ref in node.refs:
-            value: Value | None = ref[2]
-            if value is None:
-                continue
-            if value.held is None and value.node is None:
-                debts = barriers.owe(debts, (value,))
-            elif value.debts:
-                debts = barriers.owe(debts, value.debts)
-        return debts
+    # ---------------------------------------------------------------- writing calls down
 
     def _node(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Node:
         """Write down a call, its tensors replaced by references to values."""
@@ -380,136 +348,47 @@ class Tape(TorchDispatchMode):
         plain = list(args)
         for i, a in enumerate(args):
             if isinstance(a, Tensor):
-                self._refer(i, -1, a, refs, None)
+                self._refer(i, -1, a, refs)
                 plain[i] = None
             elif type(a) is list or type(a) is tuple:
-                plain[i], _ = self._refer_list(i, a, refs, None)
-        if kwargs:
-            kwargs, _ = self._refer_kwargs(kwargs, refs, None)
-        node = Node(operator.func, plain, kwargs or None, refs)
+                plain[i] = self._refer_list(i, a, refs)
+        node = Node(operator.func, plain, self._refer_kwargs(kwargs, refs) if kwargs else None, refs)
         if operator.numerics:
             node.flags = numerics()
         return node
 
-    def _refer(self, i: int | str, j: int, a: Tensor, refs: list[tuple[Any, ...]], debts: Any) -> Any:
-        try:
-            storage = a.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            storage = None
+    def _refer(self, i: int | str, j: int, a: Tensor, refs: list[tuple[Any, ...]]) -> None:
+        storage = storage_of(a)
         if storage is None or a.is_quantized:
             value = Value(_ref(a), None, 0, "external")
-            value.held = a.detach()
+            value.held = alias_in_handler(a)
+            value.version = UNCHECKED if a.is_inference() else a._version
             refs.append((i, j, value, None, None, 0, a.dtype, 0))
-            return debts
+            return
         value = self._values.get(storage._cdata)
         if value is None or value.storage() is not storage or value.node is None:
             value = self._meet(a, storage, value)
-            if value.held is None:
-                debts = barriers.owe(debts, (value,))
-        if value.debts:
-            debts = barriers.owe(debts, value.debts)
         refs.append((i, j, value, *geometry(a)))
-        return debts
 
-    def _refer_list(self, i: int | str, items: Any, refs: list[tuple[Any, ...]], debts: Any) -> tuple[Any, Any]:
+    def _refer_list(self, i: int | str, items: Any, refs: list[tuple[Any, ...]]) -> Any:
         if not any(isinstance(x, Tensor) for x in items):
-            return items, debts
+            return items
         plain = list(items)
         for j, x in enumerate(items):
             if isinstance(x, Tensor):
-                debts = self._refer(i, j, x, refs, debts)
+                self._refer(i, j, x, refs)
                 plain[j] = None
-        return plain, debts
+        return plain
 
-    def _refer_kwargs(
-        self, kwargs: dict[str, Any], refs: list[tuple[Any, ...]], debts: Any
-    ) -> tuple[dict[str, Any], Any]:
+    def _refer_kwargs(self, kwargs: dict[str, Any], refs: list[tuple[Any, ...]]) -> dict[str, Any]:
         plain = dict(kwargs)
         for name, x in kwargs.items():
             if isinstance(x, Tensor):
-                debts = self._refer(name, -1, x, refs, debts)
+                self._refer(name, -1, x, refs)
                 plain[name] = None
             elif type(x) is list or type(x) is tuple:
-                plain[name], debts = self._refer_list(name, x, refs, debts)
-        return plain, debts
-
-    # ---------------------------------------------------------------- values
-
-    def _lookup(self, tensor: Tensor) -> Value | None:
-        storage = tensor.untyped_storage()
-        value = self._values.get(storage._cdata)
-        return value if value is not None and value.storage() is storage else None
-
-    def _meet(self, a: Tensor, storage: Any, value: Value | None) -> Value:
-        """Return the value that `a` shows, for one that no node makes: held if that is free, owed otherwise."""
-        if value is None or value.storage() is not storage:
-            return self._external(a, storage)
-        if value.held is None:
-            if value.why in KEPT or (value.num_bytes <= barriers.TRIFLE_BYTES and value.coverage is None):
-                self._hold(value, a, alias_in_handler)
-            elif value.why == "constant":
-                self._reserve.append(spare := alias_in_handler(a))
-                value.tensor = _ref(spare)
-        elif value.version != UNCHECKED and value.held._version != value.version:
-            # Written by code that the tape did not see. Whoever holds the older version will be told when it is read.
-            return self._external(a, storage)
-        return value
-
-    def _external(self, a: Tensor, storage: Any) -> Value:
-        """Make a value for a tensor that no recorded operator made: an input, a parameter, a buffer, or unseen work."""
-        if a.is_conj() or a.is_neg():
-            self._bits = True
-        value = Value(_ref(storage), None, 0, "external")
-        self._values[storage._cdata] = value
-        origin = a if a._base is None else a._base
-        if origin.grad_fn is not None and storage._cdata not in self._inputs:
-            value.why = "unseen"
-            value.tensor = _ref(origin)
-            value.num_bytes = storage.nbytes()
-        elif not a.requires_grad and storage._cdata in self._trainable:
-            value.why = "parameter"
-            value.tensor = _ref(a)
-            value.num_bytes = storage.nbytes()
-        else:
-            self._hold(value, a, alias_in_handler)
-        if self._observation is not None:
-            self._observation.given(value, a, storage.nbytes())
-        return value
-
-    def _hold(self, value: Value, tensor: Tensor, make_alias: Any) -> None:
-        """Keep the bytes of a value alive from now on, and note their version."""
-        origin = tensor if tensor._base is None else tensor._base
-        parameter = isinstance(origin, Parameter) or (origin.requires_grad and origin.is_leaf)
-        if self._outer is not None and not parameter:
-            pack, unpack = self._outer
-            value.held = Boxed(pack(_base_of(tensor, make_alias)), unpack)
-        elif parameter and not (origin.is_conj() or origin.is_neg()):
-            # By its object: whoever swaps its data (ZeRO-3, FSDP) finds it swapped here too. It has no history, so no
-            # cycle.
-            value.held = origin
-            value.version = origin._version
-            value.num_bytes = value.num_bytes or origin.untyped_storage().nbytes()
-        else:
-            value.held = base = _base_of(tensor, make_alias)
-            value.version = UNCHECKED if base.is_inference() else base._version
-        if value.row is not None:
-            value.row.held = True
-
-    def _adopt(self, args: tuple[Any, ...]) -> None:
-        """Exchange the copies of leaf tensors that `pack` was shown for the tensors themselves.
-
-        Autograd shows its hooks a copy of a leaf that has a version counter of its own. The operator that saved it
-        comes next, with the leaf.
-        """
-        for t in tensors(args):
-            try:
-                storage = t.untyped_storage()
-            except (NotImplementedError, RuntimeError):
-                continue
-            for value in self._provisional:
-                if value.storage() is storage:
-                    self._hold(value, t, alias_in_handler)
-        self._provisional.clear()
+                plain[name] = self._refer_list(name, x, refs)
+        return plain
 
     # ---------------------------------------------------------------- saving
 
@@ -517,131 +396,144 @@ class Tape(TorchDispatchMode):
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that autograd saves, and return what it is to hold instead."""
         if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
-            names, context = tensor.__tensor_flatten__()
-            inner = {n: self.pack(x) if isinstance(x := getattr(tensor, n), Tensor) else x for n in names}
-            return Flattened(type(tensor), inner, context, tensor.size(), tensor.stride())
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
+            return self._pack_wrapper(tensor)
+        storage = storage_of(tensor)
+        if storage is None:
             return self._pack_object(tensor)
         value = self._values.get(storage._cdata)
         if value is None or value.storage() is not storage:
             if tensor.is_quantized:
                 return self._pack_object(tensor)
-            value = self._pack_external(tensor, storage)
+            value = self._saved_external(tensor, storage)
         elif value.held is None:
             if value.node is None:
-                self._hold(value, tensor, alias)
-            elif value.debts:
-                barriers.settle(value, storage.nbytes(), lambda v, t: self._hold(v, t, alias), tensor)
-        elif value.why is not None and value.version != UNCHECKED and value.held._version != value.version:
-            value = self._pack_external(tensor, storage)  # written unseen
+                self._hold_saved(value, tensor)
+            elif value.debts is not None:
+                barriers.settle(value, storage.nbytes(), self._hold_owed, tensor)
+        elif value.version != UNCHECKED and value.held._version != value.version:
+            value = self._saved_external(tensor, storage)  # written unseen
         bits = (tensor.is_conj() | tensor.is_neg() << 1) if self._bits else 0
         handle = Handle(self, value, tensor, bits)
-        if self._observation is not None:
-            self._observation.saved(value)
-        if self._checking and value.held is None:
-            self.paused = True
-            try:
-                handle.checksum = checksum(tensor)
-            finally:
-                self.paused = False
+        if self.observation is not None:
+            self.observation.saved(value, handle)
+            if value.held is None:
+                self.paused = True
+                try:
+                    handle.checksum = checksum(tensor)
+                finally:
+                    self.paused = False
         return handle
 
-    def _pack_external(self, tensor: Tensor, storage: Any) -> Value:
-        value = Value(_ref(storage), None, 0, "external")
-        self._values[storage._cdata] = value
-        if tensor.is_conj() or tensor.is_neg():
-            self._bits = True
-        if self._outer is not None:
-            pack, unpack = self._outer
-            value.held = Boxed(pack(tensor), unpack)
-        else:
-            self._hold(value, tensor, alias)
-            if tensor.grad_fn is None:
-                self._provisional.append(value)
-        if self._observation is not None:
-            self._observation.given(value, tensor, storage.nbytes())
-        return value
+    def _hold_owed(self, value: Value, tensor: Tensor) -> None:
+        self._hold(value, tensor, alias)
+
+    def _pack_wrapper(self, tensor: Any) -> Flattened:
+        names, context = tensor.__tensor_flatten__()
+        inner: dict[str, Any] = {}
+        for name in names:
+            x = getattr(tensor, name)
+            # Offsets and the like are kept as the objects they are: a nested tensor's length is known by that object.
+            saved = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+            inner[name] = self.pack(x) if saved else x
+        return Flattened(type(tensor), inner, context, tensor.size(), tensor.stride())
 
     def _pack_object(self, tensor: Tensor) -> Any:
-        with without_dispatch_modes():
-            kept = tensor.detach()
-        return kept if self._outer is None else Boxed(self._outer[0](kept), self._outer[1])
+        kept = alias(tensor)
+        if self._outer is None:
+            return kept
+        self.paused = True
+        try:
+            return Boxed(self._outer[0](kept), self._outer[1])
+        finally:
+            self.paused = False
 
     # ---------------------------------------------------------------- ends
 
     def keep_outputs(self, out: Any) -> None:
         """Hold the values of a nested unit's outputs, so that no replay from behind it reaches into the unit."""
         for t in tensors(out):
-            value = self._lookup(t)
+            value = self._lookup(t) if storage_of(t) is not None else None
             if value is not None and value.node is not None and value.held is None:
                 self._hold(value, t, alias)
                 value.node, value.debts, value.why = None, None, "unit"
 
     def close(self) -> None:
         """Forget everything that no handle can reach. The tape records nothing after this."""
-        self._values.clear()
-        self._provisional.clear()
-        self._reserve.clear()
-        self._outer = None
-        if self._observation is not None:
-            self._observation.settle()
-            self._observation = None
+        self._forget()
+        if self.observation is not None:
+            self.observation.settle()
 
 
-def _inherited(value: Value | None, whole: bool) -> str | None:
-    """Tell why the new version of a storage cannot be replayed from its old one, or None if it can."""
-    if value is None:
-        return "external"
-    if whole and value.why != "external" and value.why != "parameter":
-        return None
-    if value.node is not None or (value.held is not None and value.own):
-        return None
-    return value.why or "external"
+class _Write:
+    """One tensor that an operator writes."""
+
+    def __init__(self, where: int | str, item: int, tensor: Tensor, operator: Operator, args: tuple[Any, ...]) -> None:
+        self.where = where
+        self.item = item
+        self.tensor = tensor
+        self.whole = operator.overwrites and fills(tensor) and _alone(tensor, args)
+        """All of the storage is overwritten, and none of it read."""
+        self.overwrites = operator.overwrites
+        self.old: Value | None = None
+        self.fate: str | None = None
+        """Why the new version cannot be made by this node; None if it can."""
+        self.reborn: Value | None = None
+
+    def inherited(self) -> str | None:
+        """Tell why the new version cannot be replayed from the old one, or None if it can."""
+        value = self.old
+        if value is None:
+            return "external"
+        if (self.whole and value.why not in ("external", "parameter")) or value.node is not None:
+            return None
+        return value.why or "external"
+
+    def coverage(self) -> Coverage | None:
+        """Return what will have been written of a storage that was born uninitialised, if that can be told."""
+        value = self.old
+        if self.fate != "uninitialised" or not self.overwrites or value is None or value.held is not None:
+            return None
+        return None if value.coverage is None or value.pending is None else value.coverage.with_write(self.tensor)
+
+
+def _alone(tensor: Tensor, args: tuple[Any, ...]) -> bool:
+    storage = tensor.untyped_storage()
+    return sum(storage_of(t) is storage for t in tensors(args)) <= 1
+
+
+def _all_debts(refs: list[tuple[Any, ...]]) -> tuple[Value, ...] | None:
+    """Return what a node that reads these owes. A version that is being filled piece by piece passes on its debts."""
+    debts = None
+    for ref in refs:
+        value: Value | None = ref[2]
+        if value is None or value.held is not None:
+            continue
+        if value.node is None and value.pending is None:
+            debts = barriers.owe(debts, (value,))
+        elif value.debts is not None:
+            debts = barriers.owe(debts, value.debts)
+    return debts
+
+
+def _reborn(old: Value, new: Value) -> Value:
+    """Turn the value that a handle was given before its operator filled it into the version that the operator made."""
+    old.node, old.slot, old.why, old.coverage, old.pending = new.node, new.slot, new.why, None, None
+    if new.node is not None:
+        old.held, old.version = None, UNCHECKED
+    elif old.held is not None:
+        old.version = UNCHECKED  # its counter moves after this handler has returned
+    return old
 
 
 def _promote(value: Value) -> None:
     """Make a storage that was filled piece by piece replayable, from the call that gave birth to it on."""
     current: Value | None = value
+    storage = value.storage()
     while current is not None and current.pending is not None:
         node, current.pending = current.pending, None
         current.node, current.why, current.coverage, current.tensor = node, None, None, None
-        reads = [
-            ref[2]
-            for ref in node.refs
-            if ref[2] is not None and ref[2].storage is not None and ref[2].pending is not None
-        ]
-        current = next((v for v in reads if v.storage() is value.storage()), None)
-
-
-def _preserve(value: Value) -> None:
-    """Copy what is about to be overwritten, if a handle or a node can still reach it.
-
-    Called with the caller's name and this one's the only references that do not count.
-    """
-    if value.held is None:
-        value.tensor = None  # given, and nobody held it: from now on nobody can
-        return
-    if sys.getrefcount(value) <= 3:
-        return
-    held = value.held
-    base = held.unpack(held.packed) if type(held) is Boxed else held
-    storage = base.untyped_storage().clone()
-    value.held = torch.empty(0, dtype=base.dtype, device=base.device).set_(
-        storage, base.storage_offset(), base.size(), base.stride()
-    )
-    value.version = UNCHECKED
-
-
-def _base_of(tensor: Tensor, make_alias: Any) -> Tensor:
-    """Return a tensor on the same storage and version counter, without history and without conj and neg bits."""
-    base: Tensor = make_alias(tensor)
-    if base.is_conj():
-        base = make_alias(torch.ops.aten._conj(base))
-    if base.is_neg():
-        base = make_alias(torch.ops.aten._neg_view(base))
-    return base
+        reads = [ref[2] for ref in node.refs if ref[2] is not None and ref[2].pending is not None]
+        current = next((v for v in reads if v.storage() is storage), None)
 
 
 def _generator_state(
@@ -660,13 +552,15 @@ def _generator_state(
 
 def _written(
     operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterable[tuple[int | str, int, Tensor]]:
+) -> Iterator[tuple[int | str, int, Tensor]]:
     for position, name in operator.writes:
         where: int | str = position if position < len(args) else name
-        x = args[position] if position < len(args) else kwargs.get(name)
+        x: Any = args[position] if position < len(args) else kwargs.get(name)
         if isinstance(x, Tensor):
-            yield where, -1, x
+            if storage_of(x) is not None:
+                yield where, -1, x
         elif isinstance(x, (list, tuple)):
-            for j, t in enumerate(x):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-                if isinstance(t, Tensor):
-                    yield where, j, t
+            items: list[Any] = list(x)  # pyright: ignore[reportUnknownArgumentType]
+            yield from (
+                (where, j, t) for j, t in enumerate(items) if isinstance(t, Tensor) and storage_of(t) is not None
+            )

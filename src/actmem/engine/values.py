@@ -25,7 +25,7 @@ import torch
 
 from actmem.engine.coverage import Coverage
 
-__all__ = ["Boxed", "Geometry", "Node", "Value", "geometry", "see"]
+__all__ = ["Boxed", "Geometry", "Node", "Value", "copied", "flat", "geometry", "see", "without_bits"]
 
 Geometry = tuple[Any, Any, Any, torch.dtype, int]
 """Size, stride, storage offset, dtype, and the conj (1) and neg (2) bits."""
@@ -61,6 +61,8 @@ class Value:
     """Given values that a replay would need and that nobody held when this was recorded."""
     tensor: weakref.ref[torch.Tensor] | None = None
     """For given values: the tensor that the program holds, as long as it lives and was not written."""
+    reserved: bool = False
+    """`tensor` is kept from dying until the forward is over."""
     coverage: Coverage | None = None
     """For values born uninitialised: what was written since."""
     pending: Node | None = None
@@ -99,13 +101,42 @@ class Node:
         self.refs = refs
         """A tuple for each tensor argument: (position or name, position in a list or -1, value, *geometry)."""
 
-    def overwrite(self, written: list[tuple[int | str, int, torch.Tensor]], whole: list[bool]) -> None:
+    def overwrite(self, writes: list[tuple[int | str, int, torch.Tensor, bool]]) -> None:
         """Note what the call writes. Where it overwrites all of a storage, the old version is not needed."""
         self.writes = []
-        for (i, j, t), entire in zip(written, whole, strict=True):
-            self.writes.append((i, j, t.untyped_storage().nbytes() if entire else -1, t.device))
-            if entire:
+        for i, j, t, whole in writes:
+            self.writes.append((i, j, t.untyped_storage().nbytes() if whole else -1, t.device))
+            if whole:
                 self.refs = [(*r[:2], None, *r[3:]) if r[0] == i and r[1] == j else r for r in self.refs]
+
+
+def without_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor on the same storage and version counter that shows the bytes as they are."""
+    if tensor.is_conj():
+        tensor = torch.ops.aten._conj(tensor)
+    return torch.ops.aten._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor's storage as one dimension, or the tensor itself if that is the same.
+
+    >>> flat(torch.arange(6).view(2, 3)[:, 1]).shape
+    torch.Size([6])
+    """
+    num_bytes, itemsize = tensor.untyped_storage().nbytes(), tensor.element_size()
+    if tensor.numel() * itemsize == num_bytes and tensor.is_contiguous():
+        return tensor
+    if num_bytes % itemsize == 0:
+        return tensor.as_strided((num_bytes // itemsize,), (1,), 0)
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(tensor.untyped_storage(), 0, (num_bytes,), (1,))
+
+
+def copied(base: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that lies like `base` on a copy of its whole storage. Dispatch modes see the copy being made."""
+    storage = flat(base).clone().untyped_storage()
+    copy = torch.empty(0, dtype=base.dtype, device=base.device)
+    return copy.set_(storage, base.storage_offset(), base.size(), base.stride())
 
 
 def geometry(tensor: torch.Tensor) -> Geometry:

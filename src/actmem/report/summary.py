@@ -177,4 +177,5 @@ def _decision(row: Row) -> str:
         return "recompute" if row.saved else "replayed"
     if row.kind == "input" and row.why in ("external", "save"):
         return "input"
-    return "save" if row.why == "save" else "never"
+    kept = row.why == "save" or (row.why == "barrier" and row.cause in ("save", "cut"))
+    return "save" if kept else "never"

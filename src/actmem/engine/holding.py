@@ -1,0 +1,178 @@
+"""The values of one block call, by storage, and what is held of them.
+
+A storage is found by its key and confirmed by a weak reference, because the allocator gives the key of a dead storage
+to the next. Values that recorded operators make are only known here. Values that nothing makes (inputs, parameters,
+what the plan
+keeps, what is never replayed) may have to be held, and this file decides when that happens and how:
+
+- inputs and parameters when an operator first reads them; parameters by their object, so that whoever exchanges their
+  data finds it exchanged here too; other tensors by an alias that has the same version counter and no history,
+  because a tensor with history would close a cycle through the graph that holds the handle;
+- the rest when something that autograd saves cannot do without (NOTE [ Barriers ]).
+"""
+
+# pyright: reportPrivateUsage=false
+# `_cdata`, `_base` and `_version` are read here and not through functions of `torchcompat`: this is near the hot path.
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from actmem.engine import barriers
+from actmem.engine.observing import Observation
+from actmem.engine.trees import tensors
+from actmem.engine.values import KEPT, UNCHECKED, Boxed, Value, copied, flat, without_bits
+from actmem.torchcompat import alias, alias_in_handler, outer_hooks
+
+__all__ = ["Holdings", "storage_of"]
+
+_ref = weakref.ref
+
+
+class Holdings:
+    """What a tape knows of the storages that it met. Operators are recorded by `Tape`, which adds them."""
+
+    def __init__(self, inputs: list[Tensor], trainable: frozenset[int], observation: Observation | None) -> None:
+        self.paused = False
+        """Operators run unrecorded: they belong to a call that is recorded as a whole, to an outer hook, or to the
+        self-check."""
+        self.observation = observation
+        self._values: dict[int, Value] = {}
+        self._trainable = trainable
+        """Storages of the block's trainable parameters."""
+        self._inputs = {s._cdata for t in inputs if (s := storage_of(t)) is not None}
+        """Storages of the block's arguments. Other tensors with a history come from work that the tape cannot see."""
+        self._bits = any(t.is_complex() or t.is_neg() for t in inputs)
+        """A conj or neg bit may be set somewhere."""
+        self._outer = outer_hooks()
+        self._provisional: list[Value] = []
+        """Values that are held by a copy whose version counter is not the tensor's own."""
+        self._reserve: list[Tensor] = []
+        """Kept from dying until the forward is over: constants that a recorded operator read, such as the ones that a
+        mask is cut from, and what the plan keeps."""
+
+    def _lookup(self, tensor: Tensor) -> Value | None:
+        storage = tensor.untyped_storage()
+        value = self._values.get(storage._cdata)
+        return value if value is not None and value.storage() is storage else None
+
+    def _meet(self, a: Tensor, storage: Any, value: Value | None) -> Value:
+        """Return the value that `a` shows, for one that no node makes: held if that is free, owed otherwise."""
+        if value is None or value.storage() is not storage:
+            return self._external(a, storage)
+        if value.held is None:
+            trifle = value.why not in KEPT and value.num_bytes <= barriers.TRIFLE_BYTES and value.coverage is None
+            if trifle or value.why == "cut":
+                self._hold(value, a, alias_in_handler)
+            elif not value.reserved and (value.why == "constant" or value.why in KEPT):
+                self._reserve.append(spare := without_bits(alias_in_handler(a)))
+                value.reserved, value.tensor, value.num_bytes = True, _ref(spare), storage.nbytes()
+        elif value.version != UNCHECKED and value.held._version != value.version:
+            # Written by code that the tape did not see. Whoever holds the older version will be told when it is read.
+            return self._external(a, storage)
+        return value
+
+    def _external(self, a: Tensor, storage: Any) -> Value:
+        """Make a value for a tensor that no recorded operator made: an input, a parameter, a buffer, or unseen work."""
+        value = Value(_ref(storage), None, 0, "external")
+        self._values[storage._cdata] = value
+        self._bits = self._bits or a.is_complex() or a.is_neg()
+        origin = a if a._base is None else a._base
+        if origin.grad_fn is not None and storage._cdata not in self._inputs:
+            value.why, value.tensor, value.num_bytes = "unseen", _ref(origin), storage.nbytes()
+        elif not a.requires_grad and storage._cdata in self._trainable:
+            value.why, value.tensor, value.num_bytes = "parameter", _ref(a), storage.nbytes()
+        else:
+            self._hold(value, a, alias_in_handler)
+        if self.observation is not None:
+            self.observation.given(value, a, storage.nbytes())
+        return value
+
+    def _saved_external(self, tensor: Tensor, storage: Any) -> Value:
+        """Make a value for a tensor that autograd saves and that no recorded operator made."""
+        value = Value(_ref(storage), None, 0, "external")
+        self._values[storage._cdata] = value
+        self._bits = self._bits or tensor.is_complex() or tensor.is_neg()
+        if self._outer is not None:
+            value.held = self._box(tensor, alias)
+        else:
+            self._hold_saved(value, tensor)
+        if self.observation is not None:
+            self.observation.given(value, tensor, storage.nbytes())
+        return value
+
+    def _hold_saved(self, value: Value, tensor: Tensor) -> None:
+        """Hold a value by the tensor that autograd shows its hooks."""
+        self._hold(value, tensor, alias)
+        if tensor.grad_fn is None and self._outer is None:
+            self._provisional.append(value)
+
+    def _hold(self, value: Value, tensor: Tensor, make_alias: Callable[[Tensor], Tensor]) -> None:
+        """Keep the bytes of a value alive from now on, and note their version."""
+        origin = tensor if tensor._base is None else tensor._base
+        parameter = isinstance(origin, Parameter) or (origin.requires_grad and origin.is_leaf)
+        if self._outer is not None and not parameter:
+            value.held = self._box(tensor, make_alias)
+        elif parameter and not (origin.is_conj() or origin.is_neg()):
+            value.held = origin
+            value.version = origin._version
+            value.num_bytes = value.num_bytes or origin.untyped_storage().nbytes()
+        else:
+            value.held = base = without_bits(make_alias(tensor))
+            value.version = UNCHECKED if base.is_inference() else base._version
+
+    def _box(self, tensor: Tensor, make_alias: Callable[[Tensor], Tensor]) -> Boxed:
+        """Give a value to the hooks around the tape: all of its storage, because what they return may lie otherwise."""
+        assert self._outer is not None
+        pack, unpack = self._outer
+        paused, self.paused = self.paused, True
+        try:
+            return Boxed(pack(flat(without_bits(make_alias(tensor)))), unpack)
+        finally:
+            self.paused = paused
+
+    def _adopt(self, args: tuple[Any, ...]) -> None:
+        """Exchange the copies of leaf tensors that autograd showed its hooks for the tensors themselves.
+
+        The copy has a version counter of its own. The operator that saved the leaf comes next, with the leaf itself.
+        """
+        for t in tensors(args):
+            storage = storage_of(t)
+            for value in self._provisional:
+                if storage is not None and value.storage() is storage:
+                    self._hold(value, t, alias_in_handler)
+        self._provisional.clear()
+
+    def _forget(self) -> None:
+        """Let go of everything that no handle can reach."""
+        self._values.clear()
+        self._provisional.clear()
+        self._reserve.clear()
+        self._outer = None
+
+
+def preserve(value: Value) -> None:
+    """Copy what is about to be overwritten, if a handle or a node can still reach it.
+
+    Called with the caller's name and this one's the only references that do not count.
+    """
+    if value.held is None:
+        value.tensor = None  # owed perhaps, and nobody held it: from now on nobody can
+    elif sys.getrefcount(value) > 3:
+        held = value.held
+        value.held = copied(held.unpack(held.packed) if type(held) is Boxed else held)
+        value.version = UNCHECKED
+
+
+def storage_of(tensor: Tensor) -> Any:
+    """Return the storage of a tensor, or None if it has none of its own (sparse, some wrapper subclasses)."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
