@@ -20,6 +20,7 @@ __all__ = [
     "alias_in_handler",
     "all_operator_names",
     "below_autograd",
+    "counting_versions",
     "current_autograd_node",
     "functorch_transform",
     "is_traceable_wrapper_subclass",
@@ -63,11 +64,13 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-def alias_in_handler(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same as `alias`, for code inside `__torch_dispatch__`.
+def counting_versions() -> Any:
+    """Return a context in which operators inside `__torch_dispatch__` share and move version counters, as outside."""
+    return _exclude_key(_ADINPLACE, False)
 
-    There the key that lets `detach` share the version counter is excluded, and must be put back.
-    """
+
+def alias_in_handler(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same as `alias`, for code inside `__torch_dispatch__`."""
     with _exclude_key(_ADINPLACE, False):
         return tensor.detach()
 

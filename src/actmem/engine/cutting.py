@@ -23,9 +23,10 @@ class Cut:
 
     __slots__ = ("funcs", "hold")
 
-    def __init__(self, funcs: tuple[Any, ...], hold: frozenset[int]) -> None:
+    def __init__(self, funcs: tuple[Any, ...], hold: dict[int, str]) -> None:
         self.funcs = funcs
         self.hold = hold
+        """Position -> why: "save" if only values that the plan keeps stand before it, else "cut"."""
 
 
 def smallest_cut(rows: Sequence[Row], funcs: Sequence[Any]) -> Cut | None:
@@ -72,8 +73,9 @@ def smallest_cut(rows: Sequence[Row], funcs: Sequence[Any]) -> Cut | None:
         return None
     by_id = {id(r): r for r in rows}
     cut = [by_id[n[0]] for n in near if n != source and n[1] == 0 and (n[0], 1) not in near]
+    forced = _reach([r for r in given if r.why != "save"], lambda r: children.get(id(r), []))
     # Several outputs of one operator are held together or not at all: the tape asks once per operator.
-    return Cut(tuple(funcs), frozenset(r.index for r in cut))
+    return Cut(tuple(funcs), {r.index: "cut" if id(r) in forced else "save" for r in cut})
 
 
 def _reach(rows: Sequence[Row], step: Callable[[Row], Sequence[Row]]) -> set[int]:

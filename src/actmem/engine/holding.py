@@ -68,7 +68,8 @@ class Holdings:
             return self._external(a, storage)
         if value.held is None:
             trifle = value.why not in KEPT and value.num_bytes <= barriers.TRIFLE_BYTES and value.coverage is None
-            if trifle or value.why == "cut":
+            read = value.why == "parameter" and a.requires_grad  # also by a path that is differentiated
+            if trifle or read or value.why == "cut":
                 self._hold(value, a, alias_in_handler)
             elif not value.reserved and (value.why == "constant" or value.why in KEPT):
                 self._reserve.append(spare := without_bits(alias_in_handler(a)))
@@ -168,6 +169,8 @@ def preserve(value: Value) -> None:
         held = value.held
         value.held = copied(held.unpack(held.packed) if type(held) is Boxed else held)
         value.version = UNCHECKED
+        if value.row is not None:
+            value.row.copied = True
 
 
 def storage_of(tensor: Tensor) -> Any:

@@ -19,6 +19,7 @@ class Row:
 
     __slots__ = (
         "cause",
+        "copied",
         "dtype",
         "held",
         "index",
@@ -54,6 +55,8 @@ class Row:
         """For a value that is held in the place of one that is never replayed: why that one is not."""
         self.index = -1
         """Position of its operator in the block call; -1 if it came from outside."""
+        self.copied = False
+        """It was copied before an operator overwrote it, because a replay may still need it."""
         self.overwritten = False
         """A later operator wrote on its storage."""
         self.parents: tuple[Row, ...] = ()
@@ -114,7 +117,9 @@ class Observation:
         for row in self.rows:
             row.saved = row.held = False
         for reference, row in self._handles:
-            row.saved = row.saved or reference() is not None
+            handle = reference()
+            if handle is not None:
+                (handle.value.row or row).saved = True
         for reference, row in self._values:
             value = reference()
             row.held = value is not None and value.held is not None

@@ -156,6 +156,9 @@ UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
 }
 """Arguments that an operator writes although its schema does not say so."""
 
+_OPTIONAL_STATISTICS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+"""Batch norms that may be called without running statistics."""
+
 _NUMERICS = (
     GROUPS["matmul"] | GROUPS["batched_matmul"] | GROUPS["grouped_matmul"] | GROUPS["convolution"] | GROUPS["attention"]
 )
@@ -181,6 +184,7 @@ class Operator:
         "plain",
         "random",
         "seeded",
+        "statistics",
         "transfers",
         "view",
         "writes",
@@ -213,6 +217,9 @@ class Operator:
         """Never replayed on an accelerator, unless deterministic algorithms are on."""
         self.transfers = False
         """May copy between devices."""
+        self.statistics: tuple[tuple[int, str], ...] | None = None
+        """Position and name of the `training` flag, then of the running statistics that are only written if it is
+        on."""
         self.numerics = False
         """Its bits depend on the flags of `torchcompat.numerics`."""
         if declared is None:
@@ -285,6 +292,8 @@ class Operator:
         self.on_accelerator = base in _UNREPEATABLE_ON_ACCELERATOR and torch.accelerator.is_available()
         self.transfers = base in ("_to_copy", "copy_", "copy", "_pin_memory") and torch.accelerator.is_available()
         self.numerics = self.packet in _NUMERICS
+        if base in _OPTIONAL_STATISTICS:
+            self.statistics = (arguments["training"], arguments["running_mean"], arguments["running_var"])
 
     @staticmethod
     def _reason(base: str) -> str | None:
@@ -305,6 +314,15 @@ class Operator:
         if self.dropout is None:
             return True
         return _argument(self.dropout, args, kwargs, 0.0) != 0.0
+
+    def unread(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+        """Return the positions of running statistics that this call updates and computes nothing from.
+
+        A replay leaves them out: it must not update them again, and need not keep what they were.
+        """
+        if self.statistics is None or kwargs or not args[self.statistics[0][0]]:
+            return frozenset()
+        return frozenset(position for position, _ in self.statistics[1:])
 
     def forbids(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor | None) -> str | None:
         """Name the reason why this call, with these arguments, is never replayed; None if it may be."""

@@ -43,6 +43,7 @@ from actmem.torchcompat import (
     TorchDispatchMode,
     alias,
     alias_in_handler,
+    counting_versions,
     is_traceable_wrapper_subclass,
     never_compile,
     numerics,
@@ -141,8 +142,8 @@ class Tape(Holdings, TorchDispatchMode):
         keep = self._known.get(func)
         if keep is None:
             keep = self._verdicts.decide(operator, self.address, self._counts, out)
-        if self._numbered and self._in_cut(func):
-            keep = "cut"
+        if self._numbered:
+            keep = self._in_cut(func) or keep
         if type(out) is not Tensor:
             self._record_outputs(operator, None if keep else self._node(operator, args, kwargs), out, keep)
             return out
@@ -195,19 +196,19 @@ class Tape(Holdings, TorchDispatchMode):
             self.observation.made(value, operator, self.address, out)
         return out
 
-    def _in_cut(self, func: Any) -> bool:
-        """Count an operator, and tell whether what it makes belongs to the smallest cut."""
+    def _in_cut(self, func: Any) -> str:
+        """Count an operator, and tell why what it makes belongs to the smallest cut; "" if it does not."""
         if self.observation is not None:
             self.observation.begin(func)
         cut = self._cut
         if cut is None:
-            return False
+            return ""
         index = self._index
         self._index = index + 1
         if index >= len(cut.funcs) or cut.funcs[index] != func:
             self._cut = None  # another program than the one that was cut: settle each debt as it comes
-            return False
-        return index in cut.hold
+            return ""
+        return cut.hold.get(index, "")
 
     def _record_special(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator that writes, draws, or is never replayed."""
@@ -217,8 +218,8 @@ class Tape(Holdings, TorchDispatchMode):
         if keep is None:
             keep = self._verdicts.decide(operator, self.address, self._counts, writes[0].tensor if writes else None)
         forbidden = operator.forbids(args, kwargs, next(tensors(args), None))
-        if self._numbered and self._in_cut(func):
-            keep, forbidden = "cut", None
+        if self._numbered and (cut := self._in_cut(func)):
+            keep, forbidden = cut, None
         state = None
         if forbidden is None and not keep and operator.draws(args, kwargs):
             state = _generator_state(operator, args, kwargs)
@@ -231,12 +232,17 @@ class Tape(Holdings, TorchDispatchMode):
         coverage = writes[0].coverage() if replayable and len(writes) == 1 else None
         node = None
         if replayable and (operator.fresh or coverage is not None or any(w.fate is None for w in writes)):
-            node = self._node(operator, args, kwargs)
+            unread = operator.unread(args, kwargs)
+            node = self._node(operator, tuple(None if i in unread else a for i, a in enumerate(args)), kwargs)
             node.state = state
-            if writes:
-                node.overwrite([(w.where, w.item, w.tensor, w.whole) for w in writes])
+            node.overwrite([(w.where, w.item, w.tensor, w.whole) for w in writes if w.where not in unread])
         self._leave_behind(writes, fills_saved=operator.fills_saved)
-        out = func(*args, **kwargs)
+        if any(w.item >= 0 for w in writes):
+            # An operator on a list counts the versions inside, where a dispatch mode makes torch leave that out.
+            with counting_versions():
+                out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
         made = self._record_writes(operator, node, writes, coverage)
         if forbidden == "uninitialised" and isinstance(out, Tensor) and not writes:
             self._record_uninitialised(operator, args, kwargs, out)
@@ -292,8 +298,8 @@ class Tape(Holdings, TorchDispatchMode):
         finally:
             self.paused = False
         keep = self._verdicts.decide(operator, self.address, self._counts, out)
-        if self._numbered and self._in_cut(operator.name):
-            keep = "cut"
+        if self._numbered:
+            keep = self._in_cut(operator.name) or keep
         node = None
         if not keep:
             node = self._node(operator, args, kwargs)
@@ -427,11 +433,12 @@ class Tape(Holdings, TorchDispatchMode):
     def _hold_owed(self, value: Value, tensor: Tensor) -> None:
         self._hold(value, tensor, alias)
 
-    def _pack_wrapper(self, tensor: Any) -> Flattened:
-        names, context = tensor.__tensor_flatten__()
+    def _pack_wrapper(self, tensor: Tensor) -> Flattened:
+        flatten: Any = getattr(tensor, "__tensor_flatten__")  # noqa: B009 - only wrapper subclasses have it
+        names, context = flatten()
         inner: dict[str, Any] = {}
         for name in names:
-            x = getattr(tensor, name)
+            x: Any = getattr(tensor, name)
             # Offsets and the like are kept as the objects they are: a nested tensor's length is known by that object.
             saved = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
             inner[name] = self.pack(x) if saved else x

@@ -103,8 +103,9 @@ class Node:
 
     def overwrite(self, writes: list[tuple[int | str, int, torch.Tensor, bool]]) -> None:
         """Note what the call writes. Where it overwrites all of a storage, the old version is not needed."""
-        self.writes = []
+        self.writes = [] if writes else None
         for i, j, t, whole in writes:
+            assert self.writes is not None
             self.writes.append((i, j, t.untyped_storage().nbytes() if whole else -1, t.device))
             if whole:
                 self.refs = [(*r[:2], None, *r[3:]) if r[0] == i and r[1] == j else r for r in self.refs]

@@ -26,7 +26,8 @@ class ReportRow:
     """Bytes of one such value."""
     count: int
     decision: str
-    """`save`, `recompute`, `input` (came from outside) or `never` (could not be replayed, so it is held)."""
+    """`save`, `recompute`, `input` (came from outside), `copy` (of something that was overwritten since), or `never`
+    (could not be replayed, so it is held)."""
     why: str
     """For `never`: the reason. Else empty."""
     opaque: bool
@@ -83,7 +84,7 @@ class Report:
     @property
     def held_bytes(self) -> int:
         """What is held for backward inside the blocks under this plan."""
-        return self._total("save", "input", "never")
+        return self._total("save", "input", "copy", "never")
 
     @property
     def saved_bytes(self) -> int:
@@ -151,7 +152,7 @@ _OPAQUE = ("opaque", "unseen", "uninitialised")
 def _rows(rows: list[Row]) -> tuple[ReportRow, ...]:
     groups: dict[ReportRow, list[int]] = {}
     for r in rows:
-        if r.kind == "state" or not (r.saved or r.held or r.replayed):
+        if (r.kind == "state" and not r.copied) or not (r.saved or r.held or r.replayed):
             continue
         decision = _decision(r)
         never = decision == "never"
@@ -175,6 +176,8 @@ def _rows(rows: list[Row]) -> tuple[ReportRow, ...]:
 def _decision(row: Row) -> str:
     if not row.held:
         return "recompute" if row.saved else "replayed"
+    if row.kind != "made" and row.copied:
+        return "copy"
     if row.kind == "input" and row.why in ("external", "save"):
         return "input"
     kept = row.why == "save" or (row.why == "barrier" and row.cause in ("save", "cut"))

@@ -74,7 +74,7 @@ def _table(kind: KindReport) -> Table:
             continue
         decision = (
             row.decision
-            if row.by_autograd or row.decision in ("input", "never")
+            if row.by_autograd or row.decision in ("input", "copy", "never")
             else f"{row.decision} (a replay starts here)"
         )
         table.add_row(
