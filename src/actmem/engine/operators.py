@@ -144,7 +144,8 @@ _OVERWRITES = frozenset(
 their schema.)"""
 
 _FILLS_SAVED = frozenset({"rrelu_with_noise", "rrelu_with_noise_"})
-"""Operators whose gradient formula saves an argument before the operator has filled it."""
+"""Operators whose gradient formula saves an argument before the operator has filled it. Those of `UNDECLARED_WRITES`
+do too: plain autograd sees the statistics that they leave."""
 
 UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
     "native_batch_norm": ("running_mean", "running_var"),
@@ -283,7 +284,7 @@ class Operator:
         self.overwrites = bool(declared) and (
             base in _OVERWRITES or all(schema.arguments[i].is_out for i, _ in declared)
         )
-        self.fills_saved = base in _FILLS_SAVED
+        self.fills_saved = base in _FILLS_SAVED or base in UNDECLARED_WRITES
         self.never = self._reason(base)
         self.random = torch.Tag.nondeterministic_seeded in self.func.tags
         self.seeded = arguments.get("generator")

@@ -225,14 +225,14 @@ class Tape(Holdings, TorchDispatchMode):
             state = _generator_state(operator, args, kwargs)
             if state is None:
                 forbidden = "generator"
+        unread = operator.unread(args, kwargs)
         for write in writes:
             write.old = self._lookup(write.tensor)
-            write.fate = forbidden or keep or write.inherited()
+            write.fate = forbidden or keep or ("external" if write.where in unread else write.inherited())
         replayable = forbidden is None and not keep
         coverage = writes[0].coverage() if replayable and len(writes) == 1 else None
         node = None
         if replayable and (operator.fresh or coverage is not None or any(w.fate is None for w in writes)):
-            unread = operator.unread(args, kwargs)
             node = self._node(operator, tuple(None if i in unread else a for i, a in enumerate(args)), kwargs)
             node.state = state
             node.overwrite([(w.where, w.item, w.tensor, w.whole) for w in writes if w.where not in unread])
@@ -259,7 +259,7 @@ class Tape(Holdings, TorchDispatchMode):
             if value.row is not None:
                 value.row.overwritten = True
             self._values.pop(storage_key(value.storage()), None)
-            if fills_saved:
+            if fills_saved and value.node is None:
                 write.reborn = value
             else:
                 preserve(value)
