@@ -42,10 +42,11 @@ class Verdicts:
         self._rules = rules
         self._attention = attention
         """Paths of the attention modules: where attention runs unfused, it is found there."""
-        self._asks_attention = any(r.op == "attention" for r in rules)
-        self.known: dict[Any, str] = {}
+        self.known: dict[Operator, str] = {}
         """Operator -> "save" or "" (recompute), for operators whose decision never depends on anything else."""
-        self._asked: set[Any] = set()
+        self._candidates: dict[str, tuple[tuple[_Resolved, bool], ...]] = {}
+        """Operator name -> the rules that may match it, in order, and whether only as the second product of
+        attention."""
         self._selected: dict[tuple[int, int], bool] = {}
         self.matched: set[int] = set()
         """Indices of the plan's rules that decided at least one operator."""
@@ -66,32 +67,16 @@ class Verdicts:
         """Return the counters of one block call."""
         return {}
 
-    def _settled(self, operator: Operator) -> str | None:
-        """Return the decision for an operator if it depends on nothing else, or None."""
-        for rule in self._rules:
-            matches = self._matches(rule, operator)
-            if matches is False:
-                continue
-            if matches is None or not rule.static:
-                return None
-            self.matched.add(rule.index)
-            return rule.why
-        raise AssertionError("a plan ends with a rule without selectors")
-
     def decide(self, operator: Operator, address: str, counts: dict[Any, int], out: Any) -> str:
         """Return "save" to keep what this call makes, "" to recompute it. What never changes is noted in `known`."""
-        if operator.name not in self._asked:
-            self._asked.add(operator.name)
-            verdict = self._settled(operator)
-            if verdict is not None and not operator.declared:
-                self.known[operator.func] = verdict
-                return verdict
-        second = self._second_product(operator, address, counts)
-        for rule in self._rules:
-            matches = self._matches(rule, operator)
-            if matches is None:
-                matches = second
-            if not matches or (rule.modules is not None and not _under(address, rule.modules)):
+        candidates = self._candidates.get(operator.name)
+        if candidates is None:
+            candidates = self._candidates[operator.name] = self._find(operator)
+            if len(candidates) == 1 and not operator.declared:
+                self.known[operator] = candidates[0][0].why
+        second = self._is_second_product(address, counts) if any(asks for _, asks in candidates) else False
+        for rule, asks in candidates:
+            if (asks and not second) or (rule.modules is not None and not _under(address, rule.modules)):
                 continue
             if rule.min_bytes and sum(t.nbytes for t in tensors(out)) < rule.min_bytes:
                 continue
@@ -104,6 +89,18 @@ class Verdicts:
             return rule.why
         raise AssertionError("a plan ends with a rule without selectors")
 
+    def _find(self, operator: Operator) -> tuple[tuple[_Resolved, bool], ...]:
+        """List the rules that may match an operator, up to the first that surely does."""
+        found: list[tuple[_Resolved, bool]] = []
+        for rule in self._rules:
+            if rule.op is None or ops.matches(rule.op, operator.packet, operator.overload):
+                found.append((rule, False))
+                if rule.static:
+                    break
+            elif rule.op == "attention" and self._attention and operator.packet in ops.GROUPS["batched_matmul"]:
+                found.append((rule, True))
+        return tuple(found)
+
     def _selects(self, rule: _Resolved, count: int) -> bool:
         found = self._selected.get((rule.index, count))
         if found is None:
@@ -111,17 +108,8 @@ class Verdicts:
             found = self._selected[rule.index, count] = rule.nth.contains(count)
         return found
 
-    def _matches(self, rule: _Resolved, operator: Operator) -> bool | None:
-        if rule.op is None or ops.matches(rule.op, operator.packet, operator.overload):
-            return True
-        if rule.op == "attention" and self._attention and operator.packet in ops.GROUPS["batched_matmul"]:
-            return None  # it depends on the module
-        return False
-
-    def _second_product(self, operator: Operator, address: str, counts: dict[Any, int]) -> bool:
-        """Tell whether this is the product of weights and values in attention that runs unfused."""
-        if not self._asks_attention or operator.packet not in ops.GROUPS["batched_matmul"]:
-            return False
+    def _is_second_product(self, address: str, counts: dict[Any, int]) -> bool:
+        """Tell whether a batched product is that of weights and values, in attention that runs unfused."""
         for path in self._attention:
             if _inside(address, path):
                 self.unfused = True

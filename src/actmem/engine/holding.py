@@ -110,9 +110,11 @@ class Holdings:
 
     def _hold_saved(self, value: Value, tensor: Tensor) -> None:
         """Hold a value by the tensor that autograd shows its hooks."""
-        self._hold(value, tensor, alias)
         if tensor.grad_fn is None and self._outer is None:
+            value.held = tensor  # a leaf, or a copy of one: see `_adopt`
             self._provisional.append(value)
+        else:
+            self._hold(value, tensor, alias)
 
     def _hold(self, value: Value, tensor: Tensor, make_alias: Callable[[Tensor], Tensor]) -> None:
         """Keep the bytes of a value alive from now on, and note their version."""
@@ -143,16 +145,24 @@ class Holdings:
 
         The copy has a version counter of its own. The operator that saved the leaf comes next, with the leaf itself.
         """
-        for t in tensors(args):
+        waiting, self._provisional = self._provisional, []
+        for t in tensors(*args):
             storage = storage_of(t)
-            for value in self._provisional:
+            for value in waiting:
                 if storage is not None and value.storage() is storage:
                     self._hold(value, t, alias_in_handler)
-        self._provisional.clear()
+                    waiting.remove(value)
+                    break
+            if not waiting:
+                return
+        for value in waiting:  # what a Python Function saved comes as it is
+            self._hold(value, value.held, alias_in_handler)
 
     def _forget(self) -> None:
         """Let go of everything that no handle can reach."""
         self._values.clear()
+        for value in self._provisional:
+            self._hold(value, value.held, alias)
         self._provisional.clear()
         self._reserve.clear()
         self._outer = None

@@ -362,13 +362,14 @@ def _argument(where: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, A
     return args[position] if position < len(args) else kwargs.get(name, default)
 
 
-DESCRIBED: dict[Any, Operator] = {}
-"""Every operator that was met so far."""
+DESCRIBED: dict[int, Operator] = {}
+"""Every operator that was met so far, by the id of its overload, which it keeps alive: hashing an overload runs
+Python code."""
 
 
 def describe(func: Any) -> Operator:
     """Return the description of an operator overload or higher-order operator."""
-    operator = DESCRIBED.get(func)
+    operator = DESCRIBED.get(id(func))
     if operator is None:
-        operator = DESCRIBED[func] = Operator(func)
+        operator = DESCRIBED[id(func)] = Operator(func)
     return operator

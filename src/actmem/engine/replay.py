@@ -54,10 +54,20 @@ def unpack(packed: Any) -> Tensor:
         elif type(value.held) is Boxed:
             _open(value)
         base = _held(value)
-        with below_autograd():
-            if sys.getrefcount(value) > 3 and _may_be_written(base):
+        if sys.getrefcount(value) > 3 and _may_be_written(base):
+            with below_autograd():
                 base = copied(base)
-            tensor = see(base, packed.size, packed.stride, packed.offset, packed.dtype, packed.bits)
+        if (
+            base.shape == packed.size
+            and base.dtype is packed.dtype
+            and base.stride() == packed.stride
+            and base.storage_offset() == packed.offset
+            and not packed.bits
+        ):
+            tensor = base
+        else:
+            with below_autograd():
+                tensor = see(base, packed.size, packed.stride, packed.offset, packed.dtype, packed.bits)
         if packed.checksum is not None:
             if checksum(tensor) != packed.checksum:
                 raise SelfCheckError(_mismatch(packed))
@@ -190,11 +200,14 @@ def _run(node: Node, wanted: Value) -> None:
                 fresh = torch.empty(num_bytes, dtype=torch.uint8, device=device)
                 _place(args, kwargs, i, j, see(fresh, size, stride, offset, dtype, bits))
         fresh = None
-    out = _call(node, args, kwargs)
+    if node.state is None and (node.flags is None or node.flags == numerics()):
+        out = node.func(*args, **kwargs) if kwargs else node.func(*args)
+    else:
+        out = _call(node, args, kwargs)
     if node.outs is None:
         if type(out) is not Tensor:
             out = next(iter(tensors(out)))
-        _made(wanted, without_bits(out))
+        _made(wanted, without_bits(out) if out.is_conj() or out.is_neg() else out)
         return
     results = dict(enumerate(tensors(out)))
     if writes is not None:

@@ -127,7 +127,7 @@ class Tape(Holdings, TorchDispatchMode):
         """Run an operator, and write down what is needed to run it again."""
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper subclass: the operators beneath it come here next
-        operator = _operators.get(func) or describe(func)
+        operator = _operators.get(id(func)) or describe(func)
         if self._provisional:
             self._adopt(args)
         if operator.view:
@@ -139,7 +139,7 @@ class Tape(Holdings, TorchDispatchMode):
         if not operator.plain:
             return self._record_special(operator, args, kwargs or {})
         out = func(*args, **kwargs) if kwargs else func(*args)
-        keep = self._known.get(func)
+        keep = self._known.get(operator)
         if keep is None:
             keep = self._verdicts.decide(operator, self.address, self._counts, out)
         if self._numbered:
@@ -214,7 +214,7 @@ class Tape(Holdings, TorchDispatchMode):
         """Record an operator that writes, draws, or is never replayed."""
         func = operator.func
         writes = [_Write(where, j, t, operator, args) for where, j, t in _written(operator, args, kwargs)]
-        keep = self._known.get(func)
+        keep = self._known.get(operator)
         if keep is None:
             keep = self._verdicts.decide(operator, self.address, self._counts, writes[0].tensor if writes else None)
         forbidden = operator.forbids(args, kwargs, next(tensors(args), None))
@@ -403,8 +403,9 @@ class Tape(Holdings, TorchDispatchMode):
         """Take a tensor that autograd saves, and return what it is to hold instead."""
         if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
             return self._pack_wrapper(tensor)
-        storage = storage_of(tensor)
-        if storage is None:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
             return self._pack_object(tensor)
         value = self._values.get(storage._cdata)
         if value is None or value.storage() is not storage:
