@@ -114,6 +114,9 @@ class Tape(Holdings, TorchDispatchMode):
         self._verdicts = verdicts
         self._known = verdicts.known
         self._counts = verdicts.new_counts()
+        self._recent: list[Handle] = []
+        """Handles of tensors without history that autograd saved since the last operator: the next may be filling
+        them."""
         self._cut = cut
         self._index = 0
         self._numbered = cut is not None or observation is not None
@@ -128,14 +131,16 @@ class Tape(Holdings, TorchDispatchMode):
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper subclass: the operators beneath it come here next
         operator = _operators.get(id(func)) or describe(func)
-        if self._provisional:
-            self._adopt(args)
         if operator.view:
             if operator.view is not True:
                 self._bits = True
             return func(*args, **kwargs) if kwargs else func(*args)
         if self.paused:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if self._provisional:
+            self._adopt(args)
+        if self._recent and not operator.fills_saved:
+            self._recent.clear()
         if not operator.plain:
             return self._record_special(operator, args, kwargs or {})
         out = func(*args, **kwargs) if kwargs else func(*args)
@@ -259,10 +264,13 @@ class Tape(Holdings, TorchDispatchMode):
             if value.row is not None:
                 value.row.overwritten = True
             self._values.pop(storage_key(value.storage()), None)
-            if fills_saved and value.node is None:
-                write.reborn = value
-            else:
-                preserve(value)
+            early = [h for h in self._recent if h.value is value] if fills_saved else []
+            if early:
+                write.early = Value(value.storage, None, 0, None)
+                for handle in early:
+                    handle.value = write.early
+            preserve(value)
+        self._recent.clear()
 
     def _record_writes(
         self, operator: Operator, node: Node | None, writes: list[_Write], coverage: Coverage | None
@@ -273,9 +281,11 @@ class Tape(Holdings, TorchDispatchMode):
             storage = write.tensor.untyped_storage()
             if self._lookup(write.tensor) is not None:
                 continue  # two of the written tensors lie on one storage: one new version of it
-            value = Value(_ref(storage), node if write.fate is None else None, -1 - k, write.fate)
-            if write.reborn is not None:
-                value = _reborn(write.reborn, value)
+            value = write.early or Value(_ref(storage), None, 0, None)
+            value.node, value.slot, value.why = node if write.fate is None else None, -1 - k, write.fate
+            if write.early is not None and value.node is None:
+                self._hold(value, write.tensor, alias_in_handler)
+                value.version = UNCHECKED  # its counter moves after this handler has returned
             made.append((-1 - k, _ref(value)))
             if coverage is not None and node is not None:
                 value.coverage, value.pending, value.debts = coverage, node, _all_debts(node.refs)
@@ -421,6 +431,8 @@ class Tape(Holdings, TorchDispatchMode):
             value = self._saved_external(tensor, storage)  # written unseen
         bits = (tensor.is_conj() | tensor.is_neg() << 1) if self._bits else 0
         handle = Handle(self, value, tensor, bits)
+        if value.node is None and not tensor.requires_grad:
+            self._recent.append(handle)
         if self.observation is not None:
             self.observation.saved(value, handle)
             if value.held is None:
@@ -467,6 +479,7 @@ class Tape(Holdings, TorchDispatchMode):
 
     def close(self) -> None:
         """Forget everything that no handle can reach. The tape records nothing after this."""
+        self._recent.clear()
         self._forget()
         if self.observation is not None:
             self.observation.settle()
@@ -485,7 +498,8 @@ class _Write:
         self.old: Value | None = None
         self.fate: str | None = None
         """Why the new version cannot be made by this node; None if it can."""
-        self.reborn: Value | None = None
+        self.early: Value | None = None
+        """The new version, if handles were given out before the operator made it."""
 
     def inherited(self) -> str | None:
         """Tell why the new version cannot be replayed from the old one, or None if it can."""
@@ -521,16 +535,6 @@ def _all_debts(refs: list[tuple[Any, ...]]) -> tuple[Value, ...] | None:
         elif value.debts is not None:
             debts = barriers.owe(debts, value.debts)
     return debts
-
-
-def _reborn(old: Value, new: Value) -> Value:
-    """Turn the value that a handle was given before its operator filled it into the version that the operator made."""
-    old.node, old.slot, old.why, old.coverage, old.pending = new.node, new.slot, new.why, None, None
-    if new.node is not None:
-        old.held, old.version = None, UNCHECKED
-    elif old.held is not None:
-        old.version = UNCHECKED  # its counter moves after this handler has returned
-    return old
 
 
 def _promote(value: Value) -> None:

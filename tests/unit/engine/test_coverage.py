@@ -232,9 +232,7 @@ def test_what_is_called_full_has_no_element_left(drawn: tuple[Tensor, list[Tenso
 def mark(view: Tensor, mask: Tensor) -> None:
     """Write ones into every byte on which the view lies."""
     size = view.element_size()
-    base = mask.as_strided(
-        (*view.shape, size), (*(s * size for s in view.stride()), 1), view.storage_offset() * size
-    )
+    base = mask.as_strided((*view.shape, size), (*(s * size for s in view.stride()), 1), view.storage_offset() * size)
     base.fill_(1)
 
 
