@@ -236,7 +236,7 @@ def _check_rules(
             raise ModeError(
                 f"{rule!r}: this version saves and recomputes, and does not offload. Use 'save' or 'recompute'."
             )
-        if rule.op is not None and rule.op not in ops.GROUPS:
+        if rule.op is not None and rule.op not in ops.GROUPS and not rule.op.startswith("replayable."):
             packet, _ = ops.packet_name(rule.op)
             if not any(
                 ops.matches(rule.op, name, "default") or name == packet

@@ -28,5 +28,8 @@ def checksum(tensor: torch.Tensor) -> int:
             tensor = tensor.view(_INTEGERS[tensor.element_size()])
         total = tensor.sum(dtype=torch.int64)
         # The second sum sees an exchange of two halves, which the first one does not.
-        part = tensor.narrow(0, 0, (tensor.size(0) + 1) // 2).sum(dtype=torch.int64) if tensor.dim() else total
+        halved = next((d for d, n in enumerate(tensor.shape) if n > 1), None)
+        if halved is None:
+            return int(total)
+        part = tensor.narrow(halved, 0, (tensor.size(halved) + 1) // 2).sum(dtype=torch.int64)
         return hash((int(total), int(part)))

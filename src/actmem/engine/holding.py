@@ -88,7 +88,7 @@ class Holdings:
         if origin.grad_fn is not None and storage._cdata not in self._inputs:
             value.why, value.tensor, value.num_bytes = "unseen", _ref(origin), storage.nbytes()
         elif not a.requires_grad and storage._cdata in self._trainable:
-            value.why, value.tensor, value.num_bytes = "parameter", _ref(a), storage.nbytes()
+            value.why = "parameter"  # no tensor: it is never held to start a replay from, it may change any time
         else:
             self._hold(value, a, alias_in_handler)
         if self.observation is not None:

@@ -333,9 +333,10 @@ class Operator:
             return "unrepeatable"
         if out is None or not (self.on_accelerator or self.transfers):
             return None
-        if self.on_accelerator and out.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
+        device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else out.device
+        if self.on_accelerator and device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
             return "unrepeatable"
-        if self.transfers and out.device.type == "cpu":
+        if self.transfers and device.type == "cpu":
             sources = [a for a in args if isinstance(a, torch.Tensor)]
             if any(a.device.type != "cpu" for a in sources):
                 return "transfer"

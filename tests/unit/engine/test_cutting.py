@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import actmem
 from actmem import Full
 from actmem.engine.cutting import smallest_cut
 from actmem.engine.observing import Row
-from tests.engine.cases import Program, compare, never, stack
+from actmem.engine.operators import REASONS
+from tests.engine.cases import Program, batch, compare, never, simple_step, stack
 
 
 @dataclass
@@ -261,6 +263,19 @@ def test_a_block_that_runs_another_program_in_each_step_stays_bitwise() -> None:
     for bodies in ((one, other), (other, one), (one, longer), (longer, one), (one, longer, other)):
         for period in (1, 2):
             compare(switching(period, *bodies), Full(), num_steps=6)  # type: ignore[arg-type]
+
+
+def test_a_cut_is_left_where_another_program_begins() -> None:
+    fresh = never(compare(lambda: stack(other, num_blocks=1), Full(), num_steps=1, blocks="0"))
+    model = stack(one, num_blocks=1)
+    with actmem.apply(model, Full(), blocks="0") as applied:
+        for _ in range(2):
+            simple_step(model, batch())
+        assert set(never(applied.report()).values()) == {REASONS["cut"]}
+        model[0].body = other
+        applied.check_replay()
+        simple_step(model, batch())
+        assert never(applied.report()) == fresh  # each debt as it comes, as in a first step
 
 
 def test_a_block_that_runs_one_program_holds_the_cut() -> None:

@@ -156,7 +156,7 @@ def test_a_declared_autograd_function_is_replayed_with_what_it_saves(make: Any) 
     report = compare(lambda: stack(applying(kind)), Full(), num_steps=3)
     assert report.opaque_bytes == {} and report.never_replayed_bytes == 0
     assert any(op.startswith("replayable.") for op in replayed(report))
-    assert report.held_bytes < plain.held_bytes
+    assert report.held_bytes == 2 * 6 * 8 * 4 < plain.held_bytes  # the inputs of both blocks: no intermediate is held
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
