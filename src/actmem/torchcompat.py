@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -24,6 +25,7 @@ __all__ = [
     "current_autograd_node",
     "functorch_transform",
     "is_traceable_wrapper_subclass",
+    "is_wrapper",
     "named_buffers",
     "named_modules",
     "never_compile",
@@ -47,6 +49,9 @@ try:
     _ADINPLACE: Any = _C.DispatchKey.ADInplaceOrView
     _eval_frame: Any = _C._dynamo.eval_frame
     _SKIP: Any = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+    _get_precision: Callable[[str, str], str] = _C._get_fp32_precision_getter
+    _set_precision: Callable[[str, str, str], Any] = _C._set_fp32_precision_setter
+    _no_dispatch: Any = _C._disabled_torch_dispatch_impl
     _peek_functorch: Callable[[], Any] = _C._functorch.peek_interpreter_stack
 except AttributeError as missing:  # pragma: no cover - depends on the torch that is installed
     raise ImportError(
@@ -60,8 +65,16 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
     For code outside a dispatch handler. No dispatch mode sees the operator: nothing is computed.
     """
+    if type(tensor) is not torch.Tensor and getattr(type(tensor), "__torch_dispatch__", None) is not _no_dispatch:
+        return tensor.detach()  # its own dispatch must run: without it a bare tensor without bytes comes back
     with without_dispatch_modes():
         return tensor.detach()
+
+
+def is_wrapper(kind: type) -> bool:
+    """Tell whether a tensor class has a dispatch of its own, and no bytes of its own. Fake tensors count as plain."""
+    dispatch: Any = getattr(kind, "__torch_dispatch__", None)
+    return dispatch is not None and dispatch is not _no_dispatch and not issubclass(kind, FakeTensor)
 
 
 def counting_versions() -> Any:
@@ -121,14 +134,17 @@ def storage_key(storage: Any) -> int:
     return storage._cdata
 
 
+_PRECISIONS = (("mkldnn", "matmul"), ("mkldnn", "conv"), ("cuda", "matmul"), ("cuda", "conv"))
+
+
 def numerics() -> tuple[Any, ...]:
     """Return the flags that change the bits of a matrix product or a convolution."""
     return (
         _C._get_mkldnn_enabled(),
-        _C._get_float32_matmul_precision(),
+        # Not `_get_float32_matmul_precision`: it raises for whoever sets `torch.backends.*.fp32_precision`.
+        *[_get_precision(*where) for where in _PRECISIONS],
         _C._get_deterministic_algorithms(),
         _C._get_cudnn_enabled(),
-        _C._get_cudnn_allow_tf32(),
         _C._get_cudnn_benchmark(),
         _C._get_cudnn_deterministic(),
     )
@@ -136,11 +152,14 @@ def numerics() -> tuple[Any, ...]:
 
 def restore_numerics(flags: tuple[Any, ...]) -> None:
     """Put the flags of `numerics` in force."""
-    mkldnn, precision, deterministic, cudnn, tf32, benchmark, cudnn_deterministic = flags
+    mkldnn, *precisions, deterministic, cudnn, benchmark, cudnn_deterministic = flags
     _C._set_mkldnn_enabled(mkldnn)
-    _C._set_float32_matmul_precision(precision)
+    for where, precision in zip(_PRECISIONS, precisions, strict=True):
+        if _get_precision(*where) != precision:
+            _set_precision(*where, "none")  # as it is unless somebody set it: what holds for the whole backend
+            if _get_precision(*where) != precision:
+                _set_precision(*where, precision)
     _C._set_deterministic_algorithms(deterministic, warn_only=_C._get_deterministic_algorithms_warn_only())
     _C._set_cudnn_enabled(cudnn)
-    _C._set_cudnn_allow_tf32(tf32)
     _C._set_cudnn_benchmark(benchmark)
     _C._set_cudnn_deterministic(cudnn_deterministic)

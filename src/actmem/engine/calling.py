@@ -25,7 +25,7 @@ from actmem.engine.replay import unpack
 from actmem.engine.tape import Tape
 from actmem.engine.trees import tensors
 from actmem.errors import UnsupportedError
-from actmem.torchcompat import functorch_transform, named_modules, storage_key
+from actmem.torchcompat import functorch_transform, named_modules, outer_hooks, storage_key
 
 __all__ = ["Script", "applied_script", "install", "storages_of", "uninstall"]
 
@@ -60,7 +60,8 @@ class Script:
         self._cuts = cuts
         """The smallest cuts of the programs seen so far, shared by all blocks."""
         self._cut: Cut | None = None
-        self._trainable: frozenset[int] | None = None
+        self._cut_shapes: Any = None
+        """The shapes of the arguments for which the cut is the smallest: for others it may hold more than plain."""
         self._nested: frozenset[int] = frozenset()
 
     def run(self, block: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,7 +82,7 @@ class Script:
         self._nested = _fsdp_units(block)
         self.observation = Observation(self._state())
         out = self._record(block, forward, args, kwargs, inputs, self.observation)
-        self._cut_program(self.observation)
+        self._cut_program(self.observation, inputs)
         self._observed()
         return out
 
@@ -98,8 +99,8 @@ class Script:
             self.verdicts,
             observation,
             inputs=inputs,
-            trainable=self._trainable_storages(block),
-            cut=self._cut,
+            trainable=lambda: _trainable_storages(block),
+            cut=self._cut if self._cut is not None and self._cut_fits(inputs) else None,
         )
         try:
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
@@ -115,9 +116,10 @@ class Script:
         finally:
             tape.close()
 
-    def _cut_program(self, observation: Observation) -> None:
+    def _cut_program(self, observation: Observation, inputs: list[Tensor]) -> None:
         """Find the smallest cut of what ran. If there is one, the next call is observed too: it will hold less."""
         if self._cut is None:
+            self._cut_shapes = _shapes(inputs)
             key = observation.signature()
             if key not in self._cuts:
                 self._cuts[key] = smallest_cut(observation.rows, observation.funcs)
@@ -125,6 +127,10 @@ class Script:
             if self._cut is not None:
                 self.num_checked = max(self.num_checked, 1)
         observation.forget_program()
+
+    def _cut_fits(self, inputs: list[Tensor]) -> bool:
+        # A checkpoint around the block counts what is saved, and wants the same number when it runs the block again.
+        return self._cut_shapes == _shapes(inputs) and outer_hooks() is None
 
     def _refuse(self) -> None:
         if torch.compiler.is_compiling():
@@ -135,10 +141,13 @@ class Script:
         if functorch_transform() == "Grad":
             raise UnsupportedError(_functorch_message(self.path, "around"))
 
-    def _trainable_storages(self, block: nn.Module) -> frozenset[int]:
-        if self._trainable is None:
-            self._trainable = frozenset(storages_of([p for p in block.parameters() if p.requires_grad]))
-        return self._trainable
+
+def _trainable_storages(block: nn.Module) -> frozenset[int]:
+    return frozenset(storages_of([p for p in block.parameters() if p.requires_grad]))
+
+
+def _shapes(inputs: list[Tensor]) -> list[Any]:
+    return [t.shape for t in inputs if not t.is_nested]
 
 
 def _functorch_message(path: str, where: str) -> str:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["checksum"]
+__all__ = ["checksum", "has_bytes"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Tell whether there is anything to sum: a fake or meta tensor has a shape only."""
+    return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -21,6 +21,11 @@ from actmem.engine.tape import Tape
 
 __all__ = ["replayable"]
 
+_NOT_PURE = (
+    "a Function that writes into its inputs (ctx.mark_dirty) is not pure. Do not declare it with actmem.replayable: "
+    "what it makes is then held."
+)
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -86,6 +91,8 @@ def _with_context(original: Callable[..., Any], name: str) -> Callable[..., Any]
         def first(*args: Any, **kwargs: Any) -> Any:
             nonlocal out
             out = original(ctx, *args, **kwargs)
+            if getattr(ctx, "dirty_tensors", None):
+                raise TypeError(_NOT_PURE)
             return out, tuple(getattr(ctx, "to_save", None) or ())
 
         tape.record_call(Operator(again, name), first, args, kwargs)
@@ -115,10 +122,7 @@ class _Context:
 
     def mark_dirty(self, *_: torch.Tensor) -> None:
         """Refuse: a replay would write into what others may still read."""
-        raise TypeError(
-            "a Function that writes into its inputs (ctx.mark_dirty) is not pure: do not declare it with "
-            "actmem.replayable."
-        )
+        raise TypeError(_NOT_PURE)
 
 
 def _recording() -> Tape | None:

@@ -28,7 +28,7 @@ from actmem.engine import barriers
 from actmem.engine.observing import Observation
 from actmem.engine.trees import tensors
 from actmem.engine.values import KEPT, UNCHECKED, Boxed, Value, copied, flat, without_bits
-from actmem.torchcompat import alias, alias_in_handler, outer_hooks
+from actmem.torchcompat import alias, alias_in_handler, counting_versions, outer_hooks
 
 __all__ = ["Holdings", "storage_of"]
 
@@ -38,14 +38,16 @@ _ref = weakref.ref
 class Holdings:
     """What a tape knows of the storages that it met. Operators are recorded by `Tape`, which adds them."""
 
-    def __init__(self, inputs: list[Tensor], trainable: frozenset[int], observation: Observation | None) -> None:
+    def __init__(self, inputs: list[Tensor], trainable: Any, observation: Observation | None) -> None:
         self.paused = False
         """Operators run unrecorded: they belong to a call that is recorded as a whole, to an outer hook, or to the
         self-check."""
         self.observation = observation
         self._values: dict[int, Value] = {}
-        self._trainable = trainable
-        """Storages of the block's trainable parameters."""
+        self._trainable: Any = trainable
+        """Storages of the block's trainable parameters, or a function that returns them: few blocks ask."""
+        self._detached: dict[int, Value] = {}
+        """Those parameters, as they are read without being differentiated."""
         self._inputs = {s._cdata for t in inputs if (s := storage_of(t)) is not None}
         """Storages of the block's arguments. Other tensors with a history come from work that the tape cannot see."""
         self._bits = any(t.is_complex() or t.is_neg() for t in inputs)
@@ -56,6 +58,9 @@ class Holdings:
         self._reserve: list[Tensor] = []
         """Kept from dying until the forward is over: constants that a recorded operator read, such as the ones that a
         mask is cut from, and what the plan keeps."""
+        self._budget = sum(t.nbytes for t in inputs if not t.is_nested)
+        """How many more bytes may be reserved: what the block was given and what autograd saved so far, less what
+        is."""
 
     def _lookup(self, tensor: Tensor) -> Value | None:
         storage = tensor.untyped_storage()
@@ -64,19 +69,50 @@ class Holdings:
 
     def _meet(self, a: Tensor, storage: Any, value: Value | None) -> Value:
         """Return the value that `a` shows, for one that no node makes: held if that is free, owed otherwise."""
-        if value is None or value.storage() is not storage:
-            return self._external(a, storage)
+        if not a.requires_grad and self._is_trainable(storage):
+            return self._undifferentiated(a, storage)
+        if value is None or value.storage() is not storage or value.node is not None:
+            return self._external(a, storage)  # a node made it, but code that the tape did not see has written it since
         if value.held is None:
             trifle = value.why not in KEPT and value.num_bytes <= barriers.TRIFLE_BYTES and value.coverage is None
-            read = value.why == "parameter" and a.requires_grad  # also by a path that is differentiated
-            if trifle or read or value.why == "cut":
+            if trifle or value.why == "cut":
                 self._hold(value, a, alias_in_handler)
             elif not value.reserved and (value.why == "constant" or value.why in KEPT):
-                self._reserve.append(spare := without_bits(alias_in_handler(a)))
-                value.reserved, value.tensor, value.num_bytes = True, _ref(spare), storage.nbytes()
+                self._keep_from_dying(value, a, storage.nbytes())
         elif value.version != UNCHECKED and value.held._version != value.version:
             # Written by code that the tape did not see. Whoever holds the older version will be told when it is read.
             return self._external(a, storage)
+        return value
+
+    def _keep_from_dying(self, value: Value, a: Tensor, num_bytes: int) -> None:
+        """Reserve a value until the forward is over, as long as plain autograd would hold as much by now."""
+        value.num_bytes = num_bytes
+        if num_bytes <= self._budget:
+            self._budget -= num_bytes
+            self._reserve.append(spare := without_bits(alias_in_handler(a)))
+            value.reserved, value.tensor = True, _ref(spare)
+        else:
+            value.tensor = _ref(a)
+
+    def _is_trainable(self, storage: Any) -> bool:
+        if storage._cdata in self._inputs:
+            return False
+        if callable(self._trainable):
+            self._trainable = self._trainable()
+        return storage._cdata in self._trainable
+
+    def _undifferentiated(self, a: Tensor, storage: Any) -> Value:
+        """Return the value of a trainable parameter that is read by `W.detach()` or `W.data`.
+
+        It is another one than that of the differentiated path, and it is never held: an optimizer that steps inside
+        backward changes it while the graph still needs it, and `W.data` does not even count versions. What is made
+        from it is held instead.
+        """
+        value = self._detached.get(storage._cdata)
+        if value is None or value.storage() is not storage:
+            value = self._detached[storage._cdata] = Value(_ref(storage), None, 0, "parameter")
+            if self.observation is not None:
+                self.observation.given(value, a, storage.nbytes())
         return value
 
     def _external(self, a: Tensor, storage: Any) -> Value:
@@ -87,8 +123,6 @@ class Holdings:
         origin = a if a._base is None else a._base
         if origin.grad_fn is not None and storage._cdata not in self._inputs:
             value.why, value.tensor, value.num_bytes = "unseen", _ref(origin), storage.nbytes()
-        elif not a.requires_grad and storage._cdata in self._trainable:
-            value.why = "parameter"  # no tensor: it is never held to start a replay from, it may change any time
         else:
             self._hold(value, a, alias_in_handler)
         if self.observation is not None:
@@ -124,11 +158,12 @@ class Holdings:
             value.held = self._box(tensor, make_alias)
         elif parameter and not (origin.is_conj() or origin.is_neg()):
             value.held = origin
-            value.version = origin._version
+            value.version = UNCHECKED if origin.is_inference() else origin._version
             value.num_bytes = value.num_bytes or origin.untyped_storage().nbytes()
         else:
             value.held = base = without_bits(make_alias(tensor))
             value.version = UNCHECKED if base.is_inference() else base._version
+            value.num_bytes = value.num_bytes or base.untyped_storage().nbytes()
 
     def _box(self, tensor: Tensor, make_alias: Callable[[Tensor], Tensor]) -> Boxed:
         """Give a value to the hooks around the tape: all of its storage, because what they return may lie otherwise."""
@@ -136,7 +171,12 @@ class Holdings:
         pack, unpack = self._outer
         paused, self.paused = self.paused, True
         try:
-            return Boxed(pack(flat(without_bits(make_alias(tensor)))), unpack)
+            with counting_versions():
+                given = flat(without_bits(make_alias(tensor)))
+            boxed = Boxed(pack(given), unpack)
+            if type(boxed.packed) is Tensor and storage_of(boxed.packed) is given.untyped_storage():
+                boxed.version = None if given.is_inference() else boxed.packed._version
+            return boxed
         finally:
             self.paused = paused
 
@@ -161,6 +201,8 @@ class Holdings:
     def _forget(self) -> None:
         """Let go of everything that no handle can reach."""
         self._values.clear()
+        self._detached.clear()
+        self._trainable = frozenset()
         for value in self._provisional:
             self._hold(value, value.held, alias)
         self._provisional.clear()
@@ -185,6 +227,8 @@ def preserve(value: Value) -> None:
 
 def storage_of(tensor: Tensor) -> Any:
     """Return the storage of a tensor, or None if it has none of its own (sparse, some wrapper subclasses)."""
+    if tensor.is_nested:
+        return None
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):

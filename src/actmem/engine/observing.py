@@ -41,7 +41,7 @@ class Row:
         self.op = op
         self.kind = kind
         """"made" by an operator, a parameter or buffer ("state"), or any other "input"."""
-        self.shape = tuple(tensor.shape)
+        self.shape = () if tensor.is_nested else tuple(tensor.shape)  # a strided nested tensor has none
         self.dtype = str(tensor.dtype).removeprefix("torch.")
         self.num_bytes = num_bytes
         self.why = why

@@ -175,6 +175,7 @@ class Operator:
         "fills_saved",
         "fresh",
         "func",
+        "may_alias",
         "name",
         "never",
         "numerics",
@@ -197,6 +198,8 @@ class Operator:
         """A Python function that was declared pure, by `actmem.replayable`."""
         self.view: bool | int = False
         """Computes nothing: every output lies on the storage of an input. 2 if it also sets the conj or neg bit."""
+        self.may_alias = getattr(func, "__name__", "").startswith(("_unsafe_view", "unsafe_split", "lift"))
+        """May return a view although its schema does not say so."""
         self.fresh = True
         """May return a tensor that it did not merely write."""
         self.writes: tuple[tuple[int, str], ...] = ()
@@ -349,6 +352,8 @@ class Operator:
             return given
         if device.type == "cpu":
             return torch.default_generator
+        if device.type == "meta":
+            return torch.default_generator  # nothing is drawn, so any one does
         generators: Any = getattr(torch.get_device_module(device), "default_generators", None)
         index: Any = device.index  # None means the current one
         index = torch.accelerator.current_device_index() if index is None else index

@@ -100,6 +100,9 @@ def _open(value: Value) -> None:
     boxed = value.held
     if type(boxed) is not Boxed:
         return
+    if boxed.version is not None and boxed.packed._version != boxed.version:
+        value.held, value.version = boxed.packed, boxed.version
+        raise VersionError(_changed(value))
     tensor = boxed.unpack(boxed.packed)
     # What comes back must lie on its storage as what was given did: from its beginning.
     value.held = tensor if tensor.storage_offset() == 0 and tensor.is_contiguous() else tensor.contiguous().clone()
@@ -109,6 +112,8 @@ def _held(value: Value) -> Tensor:
     """Return the tensor that holds a value, after making sure that its bytes are still those that were recorded."""
     base = value.held
     if value.version == UNCHECKED:
+        if value.num_bytes and not value.own and base.untyped_storage().nbytes() < value.num_bytes:
+            raise FreedStorageError(_freed(value))  # an inference tensor: it has no version, but it can be freed
         return base
     if base._version != value.version:
         raise VersionError(_changed(value))
@@ -306,7 +311,8 @@ def _freed(value: Value) -> str:
     return (
         f"{_name(value)} has no memory when a replay needs it: it was freed or resharded after the forward pass "
         "(FSDP or ZeRO-3 around a part of the "
-        "block). Shard whole blocks, or apply actmem to blocks that lie inside the sharded unit."
+        "block, or a program that resizes the storage of an activation). Shard whole blocks, or apply actmem to "
+        "blocks that lie inside the sharded unit; free activations after backward."
     )
 
 

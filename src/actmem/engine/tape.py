@@ -30,14 +30,14 @@ import torch
 from torch import Tensor
 
 from actmem.engine import barriers
-from actmem.engine.checksum import checksum
+from actmem.engine.checksum import checksum, has_bytes
 from actmem.engine.coverage import Coverage, fills
 from actmem.engine.cutting import Cut
 from actmem.engine.deciding import Verdicts
 from actmem.engine.holding import Holdings, preserve, storage_of
 from actmem.engine.observing import Observation
 from actmem.engine.operators import DESCRIBED, Operator, describe
-from actmem.engine.trees import tensors
+from actmem.engine.trees import put_together, take_apart, tensors
 from actmem.engine.values import KEPT, UNCHECKED, Boxed, Node, Value, geometry
 from actmem.torchcompat import (
     TorchDispatchMode,
@@ -45,6 +45,7 @@ from actmem.torchcompat import (
     alias_in_handler,
     counting_versions,
     is_traceable_wrapper_subclass,
+    is_wrapper,
     never_compile,
     numerics,
     storage_key,
@@ -53,6 +54,7 @@ from actmem.torchcompat import (
 __all__ = ["Flattened", "Handle", "Tape"]
 
 _ref = weakref.ref
+_default_dtype = torch.get_default_dtype
 _operators = DESCRIBED
 
 
@@ -102,7 +104,7 @@ class Tape(Holdings, TorchDispatchMode):
         observation: Observation | None,
         *,
         inputs: list[Tensor],
-        trainable: frozenset[int],
+        trainable: Any,
         cut: Cut | None = None,
     ) -> None:
         TorchDispatchMode.__init__(self)  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
@@ -119,6 +121,7 @@ class Tape(Holdings, TorchDispatchMode):
         them."""
         self._cut = cut
         self._index = 0
+        self._dtype = torch.get_default_dtype()
         self._numbered = cut is not None or observation is not None
 
     # ---------------------------------------------------------------- recording
@@ -128,7 +131,7 @@ class Tape(Holdings, TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator, and write down what is needed to run it again."""
-        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if types and any(map(is_wrapper, types)):
             return NotImplemented  # a wrapper subclass: the operators beneath it come here next
         operator = _operators.get(id(func)) or describe(func)
         if operator.view:
@@ -149,6 +152,8 @@ class Tape(Holdings, TorchDispatchMode):
             keep = self._verdicts.decide(operator, self.address, self._counts, out)
         if self._numbered:
             keep = self._in_cut(func) or keep
+        if _default_dtype() is not self._dtype:
+            keep = keep or "opaque"  # a replay would not find the default dtype that this call found
         if type(out) is not Tensor:
             self._record_outputs(operator, None if keep else self._node(operator, args, kwargs), out, keep)
             return out
@@ -156,11 +161,15 @@ class Tape(Holdings, TorchDispatchMode):
             storage = out.untyped_storage()
         except NotImplementedError:  # sparse: no storage; whoever reads it will hold the object
             return out
+        if out.is_nested:
+            return out  # strided and nested: the same
         key = storage._cdata
         values = self._values
         value = values.get(key)
         if value is not None and value.storage() is storage:
             return out  # a view, whatever the schema says
+        if operator.may_alias and any(storage_of(t) is storage for t in tensors(args)):
+            return out  # the same, of a storage that is met here for the first time
         if keep:
             values[key] = value = Value(_ref(storage), None, 0, keep)
         else:
@@ -172,19 +181,20 @@ class Tape(Holdings, TorchDispatchMode):
                 if isinstance(a, Tensor):
                     plain[i] = None
                     try:
-                        s = a.untyped_storage()
-                    except NotImplementedError:
+                        s, size, version = a.untyped_storage(), a.size(), a._version
+                    except (NotImplementedError, RuntimeError):  # sparse, nested, made in inference mode
                         self._refer(i, -1, a, refs)
+                        debts = _all_debts(refs)
                         continue
                     v = values.get(s._cdata)
-                    if v is None or v.storage() is not s or v.node is None:
+                    if v is None or v.storage() is not s or v.node is None or (version and v.slot >= 0):
                         v = self._meet(a, s, v)
                         if v.held is None:
                             debts = barriers.owe(debts, (v,))
                     elif v.debts is not None:
                         debts = barriers.owe(debts, v.debts)
                     bits = (a.is_conj() | a.is_neg() << 1) if self._bits else 0
-                    refs.append((i, -1, v, a.size(), a.stride(), a.storage_offset(), a.dtype, bits))
+                    refs.append((i, -1, v, size, a.stride(), a.storage_offset(), a.dtype, bits))
                 elif type(a) is list or type(a) is tuple:
                     plain[i] = self._refer_list(i, a, refs)
                     debts = _all_debts(refs)
@@ -225,6 +235,8 @@ class Tape(Holdings, TorchDispatchMode):
         forbidden = operator.forbids(args, kwargs, next(tensors(args), None))
         if self._numbered and (cut := self._in_cut(func)):
             keep, forbidden = cut, None
+        if _default_dtype() is not self._dtype and forbidden is None:
+            forbidden = "opaque"
         state = None
         if forbidden is None and not keep and operator.draws(args, kwargs):
             state = _generator_state(operator, args, kwargs)
@@ -301,6 +313,9 @@ class Tape(Holdings, TorchDispatchMode):
         first = next(tensors(args, kwargs), None)
         if first is not None and first.device.type != "cpu":
             generators = [g for g in (operator.generator((), {}, first.device),) if g is not None]
+        leaves: list[Any] = []
+        spec = take_apart((args, kwargs), leaves)
+        generators += [x for x in leaves if isinstance(x, torch.Generator) and x is not generators[0]]
         states = [(g, g.get_state()) for g in generators]
         self.paused = True
         try:
@@ -310,10 +325,17 @@ class Tape(Holdings, TorchDispatchMode):
         keep = self._verdicts.decide(operator, self.address, self._counts, out)
         if self._numbered:
             keep = self._in_cut(operator.name) or keep
+        if not keep and any(not isinstance(x, Tensor) and next(tensors(x), None) is not None for x in leaves):
+            keep = "opaque"  # tensors in an object that cannot be taken apart and put together again
         node = None
         if not keep:
-            node = self._node(operator, args, kwargs)
-            node.state = next(((g, s) for g, s in states if not torch.equal(s, g.get_state())), None)
+            self.paused = True
+            try:
+                drawn = [(g, s) for g, s in states if not torch.equal(s, g.get_state())]
+            finally:
+                self.paused = False
+            node = self._node(operator, tuple(leaves), None)
+            node.func = _Again(operator.func, spec, drawn)
         self._record_outputs(operator, node, out, keep, [])
         return out
 
@@ -382,7 +404,7 @@ class Tape(Holdings, TorchDispatchMode):
             refs.append((i, j, value, None, None, 0, a.dtype, 0))
             return
         value = self._values.get(storage._cdata)
-        if value is None or value.storage() is not storage or value.node is None:
+        if value is None or value.storage() is not storage or value.node is None or value.written_unseen(a):
             value = self._meet(a, storage, value)
         refs.append((i, j, value, *geometry(a)))
 
@@ -413,12 +435,14 @@ class Tape(Holdings, TorchDispatchMode):
         """Take a tensor that autograd saves, and return what it is to hold instead."""
         if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
             return self._pack_wrapper(tensor)
+        if tensor.is_nested or (type(tensor) is not Tensor and is_wrapper(type(tensor))):
+            return self._pack_object(tensor)
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return self._pack_object(tensor)
         value = self._values.get(storage._cdata)
-        if value is None or value.storage() is not storage:
+        if value is None or value.storage() is not storage or (value.node is not None and value.written_unseen(tensor)):
             if tensor.is_quantized:
                 return self._pack_object(tensor)
             value = self._saved_external(tensor, storage)
@@ -431,11 +455,14 @@ class Tape(Holdings, TorchDispatchMode):
             value = self._saved_external(tensor, storage)  # written unseen
         bits = (tensor.is_conj() | tensor.is_neg() << 1) if self._bits else 0
         handle = Handle(self, value, tensor, bits)
+        if not value.saved:
+            value.saved = True
+            self._budget += storage.nbytes()
         if value.node is None and not tensor.requires_grad:
             self._recent.append(handle)
         if self.observation is not None:
             self.observation.saved(value, handle)
-            if value.held is None:
+            if value.held is None and has_bytes(tensor):
                 self.paused = True
                 try:
                     handle.checksum = checksum(tensor)
@@ -483,6 +510,24 @@ class Tape(Holdings, TorchDispatchMode):
         self._forget()
         if self.observation is not None:
             self.observation.settle()
+
+
+class _Again:
+    """Runs a declared function again: its arguments as one flat list, its generators where they were."""
+
+    def __init__(self, function: Any, spec: Any, states: list[tuple[torch.Generator, Tensor]]) -> None:
+        self.function, self.spec, self.states = function, spec, states
+
+    def __call__(self, *leaves: Any) -> Any:
+        now = [(g, g.get_state()) for g, _ in self.states]
+        for g, state in self.states:
+            g.set_state(state)
+        try:
+            args, kwargs = put_together(self.spec, iter(leaves))
+            return self.function(*args, **kwargs)
+        finally:
+            for g, state in now:
+                g.set_state(state)
 
 
 class _Write:

@@ -40,11 +40,13 @@ UNCHECKED = -1
 class Boxed:
     """A held value that an outer saved-tensor hook packed, as `save_on_cpu` does."""
 
-    __slots__ = ("packed", "unpack")
+    __slots__ = ("packed", "unpack", "version")
 
     def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
         self.packed = packed
         self.unpack = unpack
+        self.version: int | None = None
+        """The version of `packed`, where the hook gave back the very bytes that it was given: others may write them."""
 
 
 class Value:
@@ -61,6 +63,8 @@ class Value:
     """Given values that a replay would need and that nobody held when this was recorded."""
     tensor: weakref.ref[torch.Tensor] | None = None
     """For given values: the tensor that the program holds, as long as it lives and was not written."""
+    saved: bool = False
+    """Autograd saved it."""
     reserved: bool = False
     """`tensor` is kept from dying until the forward is over."""
     coverage: Coverage | None = None
@@ -78,6 +82,10 @@ class Value:
         self.slot = slot
         """Which output of the node: 0, 1, ... what it returned; -1, -2, ... what it wrote."""
         self.why = why
+
+    def written_unseen(self, tensor: torch.Tensor) -> bool:
+        """Tell whether unseen code wrote what a node made: an operator's result is born at version 0."""
+        return self.slot >= 0 and not tensor.is_inference() and tensor._version != 0
 
 
 class Node:

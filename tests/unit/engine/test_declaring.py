@@ -193,15 +193,11 @@ class InPlace(Function):
         return grad * 2 + other
 
 
-@pytest.mark.parametrize(
-    ("result", "error", "match"),
-    [(0, actmem.SelfCheckError, "did not give the bits"), (1, TypeError, "ctx.mark_dirty.* is not pure")],
-    ids=["the written one", "the new one"],
-)
-def test_a_function_that_marks_its_input_dirty_is_refused(result: int, error: Any, match: str) -> None:
+@pytest.mark.parametrize("result", [0, 1], ids=["the written one", "the new one"])
+def test_a_function_that_marks_its_input_dirty_is_refused(result: int) -> None:
     actmem.replayable(InPlace)
     model = stack(lambda block, h: InPlace.apply((h @ block.v).clone())[result].sin(), num_blocks=1)
-    with actmem.apply(model, Full(), blocks="0"), pytest.raises(error, match=match):
+    with actmem.apply(model, Full(), blocks="0"), pytest.raises(TypeError, match=r"ctx.mark_dirty.* is not pure"):
         simple_step(model, batch())
 
 
