@@ -17,6 +17,7 @@ A value is in one of four states:
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -117,6 +118,20 @@ class Node:
             self.writes.append((i, j, t.untyped_storage().nbytes() if whole else -1, t.device))
             if whole:
                 self.refs = [(*r[:2], None, *r[3:]) if r[0] == i and r[1] == j else r for r in self.refs]
+
+
+def _count_of_a_local() -> int:
+    value = object()
+    return sys.getrefcount(value)
+
+
+if _count_of_a_local() != 2:  # pragma: no cover - depends on the interpreter
+    # Whether anything else can reach a value is asked of its reference count. Some interpreters do not count local
+    # names.
+    raise ImportError(
+        f"this Python ({sys.version.split()[0]}) counts references otherwise than actmem's tape expects, and gradients "
+        "could be wrong. Use CPython 3.11, 3.12 or 3.13."
+    )
 
 
 def without_bits(tensor: torch.Tensor) -> torch.Tensor:
