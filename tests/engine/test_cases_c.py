@@ -132,6 +132,59 @@ def test_opaque_activations_never_cost_more_than_plain_training(mode: Any) -> No
     compare(build, mode, x=lambda: batch(128, 64))
 
 
+class DeclaredSine(torch.autograd.Function):
+    """As `OpaqueGelu`; declared pure below."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return OpaqueGelu.forward(ctx, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return OpaqueGelu.backward(ctx, grad)
+
+
+def declared_activation(block: Program, h: Tensor) -> Tensor:
+    return h + DeclaredSine.apply(DeclaredSine.apply(F.layer_norm(h, h.shape[-1:])) @ block.v * 2)
+
+
+def test_opaque_activations_that_were_declared_pure_hold_no_more_than_checkpoint() -> None:
+    actmem.replayable(DeclaredSine)
+
+    def build() -> nn.Module:
+        return stack(declared_activation, num_blocks=4, width=64)
+
+    plain, by_checkpoint, ours = three_ways(build, batch(128, 64), RECOMPUTE)
+    assert ours.saved_bytes <= by_checkpoint.saved_bytes < plain.saved_bytes / 3
+    assert ours.step_bytes <= by_checkpoint.step_bytes
+    compare(build, RECOMPUTE, x=lambda: batch(128, 64))
+
+
+@actmem.replayable
+def dequantised(packed: Tensor) -> Tensor:
+    weight = torch.empty(packed.shape)
+    weight.numpy()[...] = packed.numpy() * (1.0 / 1024)
+    return weight
+
+
+class DeclaredQuantised(Quantised):
+    def forward(self, x: Tensor) -> Tensor:
+        return OpaqueWeight.apply(x, self.packed, dequantised(self.packed)).add(x @ self.a @ self.b)
+
+
+def test_a_dequantisation_that_was_declared_pure_is_replayed_and_holds_no_more_than_checkpoint() -> None:
+    def build() -> nn.Module:
+        model = quantised_model()
+        for block in model:
+            block.up.__class__ = block.down.__class__ = DeclaredQuantised
+        return model
+
+    x = torch.randn(32, 256, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    plain, by_checkpoint, ours = three_ways(build, x, RECOMPUTE)
+    assert ours.saved_bytes <= by_checkpoint.saved_bytes < plain.saved_bytes / 2
+    compare(build, RECOMPUTE, x=lambda: x.detach().clone().requires_grad_(), blocks="*")
+
+
 # -------------------------------------------------------------------- dropout and masks
 
 
