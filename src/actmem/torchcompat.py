@@ -12,18 +12,29 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
+    is_traceable_wrapper_subclass,
+)
 
 __all__ = [
     "BackwardCFunction",
+    "FakeTensor",
     "TorchDispatchMode",
+    "after_backward",
     "alias",
     "alias_in_handler",
     "all_operator_names",
+    "backward_code",
     "below_autograd",
     "counting_versions",
     "current_autograd_node",
+    "current_graph_task",
+    "dispatch_modes",
     "functorch_transform",
+    "graph_is_kept",
+    "has_storage",
     "is_traceable_wrapper_subclass",
     "is_wrapper",
     "named_buffers",
@@ -52,6 +63,11 @@ try:
     _get_precision: Callable[[str, str], str] = _C._get_fp32_precision_getter
     _set_precision: Callable[[str, str, str], Any] = _C._set_fp32_precision_setter
     _no_dispatch: Any = _C._disabled_torch_dispatch_impl
+    has_storage: Callable[[torch.Tensor], bool] = _C._has_storage
+    current_graph_task: Callable[[], int] = _C._current_graph_task_id
+    graph_is_kept: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
+    backward_code: Any = torch.autograd.graph._engine_run_backward.__code__  # pyright: ignore[reportPrivateUsage]
+    _engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
     _peek_functorch: Callable[[], Any] = _C._functorch.peek_interpreter_stack
 except AttributeError as missing:  # pragma: no cover - depends on the torch that is installed
     raise ImportError(
@@ -86,6 +102,16 @@ def alias_in_handler(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same as `alias`, for code inside `__torch_dispatch__`."""
     with _exclude_key(_ADINPLACE, False):
         return tensor.detach()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Have something called when the backward pass that runs in this thread is over."""
+    _engine.queue_callback(callback)
+
+
+def dispatch_modes() -> list[Any]:
+    """Return the dispatch modes that are active in this thread, outermost first."""
+    return _get_current_dispatch_mode_stack()
 
 
 def outer_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from actmem.torchcompat import FakeTensor
 
 __all__ = ["checksum", "has_bytes"]
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import Function
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
 from actmem.engine.operators import Operator
 from actmem.engine.tape import Tape
+from actmem.torchcompat import dispatch_modes
 
 __all__ = ["replayable"]
 
@@ -127,7 +127,7 @@ class _Context:
 
 def _recording() -> Tape | None:
     """Return the tape that records in this thread now, or None."""
-    for mode in reversed(_get_current_dispatch_mode_stack()):
+    for mode in reversed(dispatch_modes()):
         if isinstance(mode, Tape):
             return None if mode.paused else mode
     return None

@@ -2,8 +2,7 @@
 
 A storage is found by its key and confirmed by a weak reference, because the allocator gives the key of a dead storage
 to the next. Values that recorded operators make are only known here. Values that nothing makes (inputs, parameters,
-what the plan
-keeps, what is never replayed) may have to be held, and this file decides when that happens and how:
+what the plan keeps, what is never replayed) may have to be held, and this file decides when that happens and how:
 
 - inputs and parameters when an operator first reads them; parameters by their object, so that whoever exchanges their
   data finds it exchanged here too; other tensors by an alias that has the same version counter and no history,

@@ -2,8 +2,7 @@
 
 NOTE [ Never replayed ]
 Most operators may run again: same inputs, same bits. Those that may not are found here, each class with a name and a
-reason
-(`REASONS`), and the tape treats what they wrote as given (see NOTE [ Barriers ] in `barriers.py`):
+reason (`REASONS`), and the tape treats what they wrote as given (see NOTE [ Barriers ] in `barriers.py`):
 
 - *uninitialised*, *constant*: a storage that was born with nothing, or one constant, in it is where a kernel that the
   tape cannot see (Triton, numpy, pybind) puts its result. Nobody can say what is in it, until a recorded operator

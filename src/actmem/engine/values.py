@@ -11,8 +11,9 @@ A value is in one of four states:
 
     held           `held` is a tensor on the right bytes: an input, something kept, or something replayed already
     recorded       `node` can make it again
-    kept           neither, `why` is in `KEPT`: it becomes held as soon as anything refers to it
-    given          neither, any other `why`: never replayed; a barrier (NOTE [ Barriers ])
+    kept           neither, `why` is in `KEPT`: the plan or the smallest cut wants replays to start here
+    given          neither, any other `why`: never replayed
+The last two become held when something that autograd saves cannot do without (NOTE [ Barriers ]).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Geometry = tuple[Any, Any, Any, torch.dtype, int]
 """Size, stride, storage offset, dtype, and the conj (1) and neg (2) bits."""
 
 KEPT = ("save", "cut")
-"""Values that are held as soon as anything refers to them: the plan says so, or the smallest cut does."""
+"""Why a value is kept: the plan says so, or the smallest cut does."""
 
 UNCHECKED = -1
 """The version of a value whose bytes nobody else can write."""

@@ -20,17 +20,15 @@ The live set of a past moment is read from births, deaths and resizes, so that t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 
-from actmem.torchcompat import is_traceable_wrapper_subclass, without_dispatch_modes
+from actmem.torchcompat import has_storage, is_traceable_wrapper_subclass, without_dispatch_modes
 
 __all__ = ["Account", "Entry", "Ledger", "storages_of", "tensors_in"]
 
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-_has_storage: Callable[[torch.Tensor], bool] = _C._has_storage
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -41,13 +39,13 @@ def storages_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
     opaque (MKL-DNN) tensor has none that can be named.
     """
     plain = type(tensor) in _PLAIN
-    if plain and _has_storage(tensor):
+    if plain and has_storage(tensor):
         return (tensor.untyped_storage(),)
     if not plain and is_traceable_wrapper_subclass(tensor):
         names: list[str] = cast("Any", tensor).__tensor_flatten__()[0]
         parts = (getattr(tensor, name) for name in names)  # a DTensor also lists its mesh
         return tuple(storage for part in parts if isinstance(part, torch.Tensor) for storage in storages_of(part))
-    if _has_storage(tensor):
+    if has_storage(tensor):
         return (tensor.untyped_storage(),)
     with without_dispatch_modes():  # reading a component is an operator, but no work of the step
         return tuple(component.untyped_storage() for component in _components(tensor))

@@ -16,7 +16,7 @@ from actmem.measuring.ledger import Ledger, tensors_in
 from actmem.measuring.measurement import CATEGORIES, PHASES, Measurement, PeakOp, Sample
 from actmem.measuring.phases import NO_TASK, Phases, current_task
 from actmem.measuring.resizes import watching_resizes
-from actmem.torchcompat import TorchDispatchMode
+from actmem.torchcompat import TorchDispatchMode, after_backward, backward_code
 
 __all__ = ["measure"]
 
@@ -278,8 +278,7 @@ class _Meter:
     def _backward_begins(self, task: int) -> None:
         self._task = task
         self._saved_bytes = max(self._saved_bytes, self._ledger.settle_forward())
-        engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage]  # torch's own way
-        engine.queue_callback(self._backward_ended)
+        after_backward(self._backward_ended)
 
     def _backward_ended(self) -> None:
         self._task = NO_TASK
@@ -348,7 +347,7 @@ class _Meter:
 
 
 _CALL_MODULE: Any = torch.nn.Module.__call__.__code__
-_RUN_BACKWARD: Any = torch.autograd.graph._engine_run_backward.__code__  # pyright: ignore[reportPrivateUsage]
+_RUN_BACKWARD = backward_code
 
 
 def _learn(func: Any) -> _Facts:

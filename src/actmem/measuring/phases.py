@@ -15,20 +15,17 @@ not. For one that keeps its graph, the grad mode of its first operator decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from actmem.replaying import replaying
-from actmem.torchcompat import outer_hooks
+from actmem.torchcompat import current_graph_task, graph_is_kept, outer_hooks
 
 __all__ = ["NO_TASK", "Phases", "current_task"]
 
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-current_task: Callable[[], int] = _C._current_graph_task_id
+current_task = current_graph_task
 """Return the number of the backward pass that runs in this thread, or `NO_TASK`."""
-_keeps_graph: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
 
 NO_TASK = -1
 
@@ -53,7 +50,7 @@ class Phases:
             return "replay"
         records = self._records_gradients.get(task)
         if records is None:
-            records = self._records_gradients[task] = torch.is_grad_enabled() and _keeps_graph()
+            records = self._records_gradients[task] = torch.is_grad_enabled() and graph_is_kept()
         return "replay" if torch.is_grad_enabled() and not records else "backward"
 
     def enter_optimizer(self) -> None:
