@@ -153,8 +153,8 @@ def _shapes(inputs: list[Tensor]) -> list[Any]:
 def _functorch_message(path: str, where: str) -> str:
     return (
         f"torch.func.grad runs {where} {path}, and functorch does not let anything see what autograd saves there "
-        "(torch.utils.checkpoint fails "
-        "in the same place). Use torch.autograd.grad instead, or leave this block out: blocks='...'."
+        "(torch.utils.checkpoint fails in the same place). Use torch.autograd.grad instead, or leave this block out: "
+        "blocks='...'."
     )
 
 
