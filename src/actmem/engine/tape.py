@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from actmem.engine import barriers
 from actmem.engine.checksum import checksum, has_bytes
-from actmem.engine.coverage import Coverage, fills
+from actmem.engine.coverage import Coverage
 from actmem.engine.cutting import Cut
 from actmem.engine.deciding import Verdicts
 from actmem.engine.holding import Holdings, preserve, storage_of
@@ -39,6 +38,7 @@ from actmem.engine.observing import Observation
 from actmem.engine.operators import DESCRIBED, Operator, describe
 from actmem.engine.trees import put_together, take_apart, tensors
 from actmem.engine.values import KEPT, UNCHECKED, Boxed, Node, Value, geometry
+from actmem.engine.writing import Write, written_by
 from actmem.torchcompat import (
     TorchDispatchMode,
     alias,
@@ -228,7 +228,7 @@ class Tape(Holdings, TorchDispatchMode):
     def _record_special(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator that writes, draws, or is never replayed."""
         func = operator.func
-        writes = [_Write(where, j, t, operator, args) for where, j, t in _written(operator, args, kwargs)]
+        writes = [Write(where, j, t, operator, args) for where, j, t in written_by(operator, args, kwargs)]
         keep = self._known.get(operator)
         if keep is None:
             keep = self._verdicts.decide(operator, self.address, self._counts, writes[0].tensor if writes else None)
@@ -267,7 +267,7 @@ class Tape(Holdings, TorchDispatchMode):
             self._record_outputs(operator, node, out, forbidden or keep, made)
         return out
 
-    def _leave_behind(self, writes: list[_Write], *, fills_saved: bool) -> None:
+    def _leave_behind(self, writes: list[Write], *, fills_saved: bool) -> None:
         """Take leave of the versions that an operator is about to overwrite."""
         for write in writes:
             value, write.old = write.old, None
@@ -285,7 +285,7 @@ class Tape(Holdings, TorchDispatchMode):
         self._recent.clear()
 
     def _record_writes(
-        self, operator: Operator, node: Node | None, writes: list[_Write], coverage: Coverage | None
+        self, operator: Operator, node: Node | None, writes: list[Write], coverage: Coverage | None
     ) -> list[tuple[int, weakref.ref[Value]]]:
         """Make a value of each new version."""
         made: list[tuple[int, weakref.ref[Value]]] = []
@@ -530,44 +530,6 @@ class _Again:
                 g.set_state(state)
 
 
-class _Write:
-    """One tensor that an operator writes."""
-
-    def __init__(self, where: int | str, item: int, tensor: Tensor, operator: Operator, args: tuple[Any, ...]) -> None:
-        self.where = where
-        self.item = item
-        self.tensor = tensor
-        self.whole = operator.overwrites and fills(tensor) and _alone(tensor, args)
-        """All of the storage is overwritten, and none of it read."""
-        self.overwrites = operator.overwrites
-        self.old: Value | None = None
-        self.fate: str | None = None
-        """Why the new version cannot be made by this node; None if it can."""
-        self.early: Value | None = None
-        """The new version, if handles were given out before the operator made it."""
-
-    def inherited(self) -> str | None:
-        """Tell why the new version cannot be replayed from the old one, or None if it can."""
-        value = self.old
-        if value is None:
-            return "external"
-        if (self.whole and value.why not in ("external", "parameter")) or value.node is not None:
-            return None
-        return value.why or "external"
-
-    def coverage(self) -> Coverage | None:
-        """Return what will have been written of a storage that was born uninitialised, if that can be told."""
-        value = self.old
-        if self.fate != "uninitialised" or not self.overwrites or value is None or value.held is not None:
-            return None
-        return None if value.coverage is None or value.pending is None else value.coverage.with_write(self.tensor)
-
-
-def _alone(tensor: Tensor, args: tuple[Any, ...]) -> bool:
-    storage = tensor.untyped_storage()
-    return sum(storage_of(t) is storage for t in tensors(args)) <= 1
-
-
 def _all_debts(refs: list[tuple[Any, ...]]) -> tuple[Value, ...] | None:
     """Return what a node that reads these owes. A version that is being filled piece by piece passes on its debts."""
     debts = None
@@ -605,19 +567,3 @@ def _generator_state(
         return generator, generator.get_state()
     except RuntimeError:  # a captured graph does not let its generator be read
         return None
-
-
-def _written(
-    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[int | str, int, Tensor]]:
-    for position, name in operator.writes:
-        where: int | str = position if position < len(args) else name
-        x: Any = args[position] if position < len(args) else kwargs.get(name)
-        if isinstance(x, Tensor):
-            if storage_of(x) is not None:
-                yield where, -1, x
-        elif isinstance(x, (list, tuple)):
-            items: list[Any] = list(x)  # pyright: ignore[reportUnknownArgumentType]
-            yield from (
-                (where, j, t) for j, t in enumerate(items) if isinstance(t, Tensor) and storage_of(t) is not None
-            )
