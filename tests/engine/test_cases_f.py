@@ -191,6 +191,36 @@ def test_a_buffer_met_first_through_an_undeclared_view(mode: Any) -> None:
     compare(lambda: nn.Sequential(Buffered(), Buffered()), mode, num_steps=3)
 
 
+class SplitUnsafely(nn.Module):
+    """Autograd saves views that share no version counter with what is then overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = torch.unsafe_split(x, 2)
+        y = (a * b).tanh() * self.w
+        x.view(-1)[:8].tanh_()
+        return y
+
+
+def test_what_an_unsafe_split_gave_is_right_where_plain_autograd_is_not() -> None:
+    model = nn.Sequential(SplitUnsafely())
+    leaf = batch(4, 6).detach().double().requires_grad_()
+
+    def gradient() -> Tensor:
+        return torch.autograd.grad(model(leaf * 1.0).sum(), leaf)[0]
+
+    a, b = leaf.detach().split(2)
+    slope = 1 - (a * b).tanh().square()
+    true = torch.cat([slope * b, slope * a])
+    assert (gradient() - true).abs().max() > 1e-2
+    with actmem.apply(model, RECOMPUTE, blocks="0"):
+        for _ in range(3):
+            torch.testing.assert_close(gradient(), true)
+
+
 # -------------------------------------------------------------------- refusals
 
 
