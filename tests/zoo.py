@@ -8,7 +8,6 @@
 All weights are random and no network is used. The batch and the weights depend on fixed seeds only.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +15,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tests.zoo_titan import TitanLike
 
 Batch = dict[str, Any] | tuple[Any, ...]
 
@@ -110,6 +111,21 @@ def image_and_tokens(model: nn.Module) -> Batch:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "labels": labels}
 
 
+def audio_and_tokens(model: nn.Module) -> Batch:
+    batch = tokens(model)
+    ids = batch["input_ids"]
+    ids[:, 1:5] = model.config.audio_token_id  # four frames of audio
+    labels = ids.masked_fill(ids == model.config.audio_token_id, -100)
+    frames = torch.randn(2, 8, 16, generator=generator())
+    heard = torch.ones(2, 16, dtype=torch.long)
+    text = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    return {**text, "input_features": frames, "feature_attention_mask": heard}
+
+
+def image_and_class(model: nn.Module) -> Batch:
+    return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator()), "labels": torch.tensor([1, 3])}
+
+
 def ids_only(model: nn.Module) -> Batch:
     return (torch.randint(0, VOCAB, (2, SEQ), generator=generator()),)
 
@@ -172,6 +188,23 @@ def _llava() -> nn.Module:
     return LlavaForConditionalGeneration(
         LlavaConfig(vision_config=vision, text_config=LlamaConfig(**DENSE), image_token_id=VOCAB - 1)
     )
+
+
+def _qwen2_audio() -> nn.Module:
+    from transformers import Qwen2AudioConfig, Qwen2AudioEncoderConfig, Qwen2AudioForConditionalGeneration, Qwen2Config
+
+    sizes = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48}
+    audio = Qwen2AudioEncoderConfig(**sizes, num_mel_bins=8, max_source_positions=8)
+    return Qwen2AudioForConditionalGeneration(
+        Qwen2AudioConfig(audio_config=audio, text_config=Qwen2Config(**DENSE), audio_token_index=VOCAB - 1)
+    )
+
+
+def _vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=5))
 
 
 # ---------------------------------------------------------------- plain PyTorch: images
@@ -341,101 +374,11 @@ class MoEModel(nn.Module):
         return self.head(x)
 
 
-# ---------------------------------------------------------------- a Llama-like model in torchtitan's shape
-
-
-def rope_table(head_dim: int, length: int) -> Tensor:
-    angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim))
-    return torch.polar(torch.ones_like(angles), angles)
-
-
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * table[:, None, :]).flatten(-2).type_as(x)
-
-
-class Attention(nn.Module):
-    def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
-        super().__init__()
-        self.head_dim = dim // heads
-        self.wq = nn.Linear(dim, heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
-
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q, k = rotate(q, table), rotate(k, table)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.wo(out.transpose(1, 2).flatten(-2))
-
-
-class FeedForward(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(dim, hidden, bias=False)
-        self.w2 = nn.Linear(hidden, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-class TransformerBlock(nn.Module):
-    def __init__(self, dim: int, heads: int, kv_heads: int, ffn: int) -> None:
-        super().__init__()
-        self.attention = Attention(dim, heads, kv_heads)
-        self.feed_forward = FeedForward(dim, ffn)
-        self.attention_norm = nn.RMSNorm(dim)
-        self.ffn_norm = nn.RMSNorm(dim)
-
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), table)
-        return x + self.feed_forward(self.ffn_norm(x))
-
-
-class TitanLike(nn.Module):
-    """A Llama-like decoder whose layers are a ModuleDict; large enough sizes make it the benchmarks' model.
-
-    Called with token ids it returns logits; called with labels too, the loss.
-    """
-
-    table: Tensor
-
-    def __init__(
-        self,
-        *,
-        dim: int = 32,
-        layers: int = 3,
-        heads: int = 4,
-        kv_heads: int = 2,
-        ffn: int = 48,
-        vocab: int = VOCAB,
-        max_length: int = 4096,
-    ) -> None:
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(vocab, dim)
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(dim, heads, kv_heads, ffn) for i in range(layers)})
-        self.norm = nn.RMSNorm(dim)
-        self.output = nn.Linear(dim, vocab, bias=False)
-        self.register_buffer("table", rope_table(dim // heads, max_length), persistent=False)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=1 / math.sqrt(parameter.shape[-1]))
-
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        x = self.tok_embeddings(ids)
-        table = self.table[: ids.shape[1]]
-        for layer in self.layers.values():
-            x = layer(x, table)
-        logits = self.output(self.norm(x))
-        if labels is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-
-
 # ---------------------------------------------------------------- the registry
+
+
+def _titan_moe() -> nn.Module:
+    return TitanLike(sparse=True, ffn=32)
 
 
 def _case(
@@ -454,6 +397,7 @@ _CASES = (
     _case("llama_use_cache", causal_lm("llama"), cached_tokens, 3, "hf decoder dense cache"),
     _case("llama_lora", seeded(_llama_lora), padded_tokens, 3, "hf decoder dense adapter dropout random"),
     _case("gpt2_dropout", seeded(_gpt2), tokens, 3, "hf decoder dense dropout random"),
+    _case("qwen3", causal_lm("qwen3", head_dim=8), padded_tokens, 3, "hf decoder dense"),
     _case("bert", seeded(_bert), padded_tokens, 3, "hf encoder dropout random"),
     _case("t5", seeded(_t5), padded_tokens, 4, "hf encoder_decoder dropout random unfused_attention"),
     _case("mixtral", causal_lm("mixtral", num_local_experts=4, num_experts_per_tok=2), tokens, 3, "hf decoder moe"),
@@ -510,6 +454,26 @@ _CASES = (
         3,
         "hf decoder moe linear_attn",
     ),
+    _case(
+        "nemotron_h",
+        causal_lm(
+            "nemotron_h",
+            **EXPERTS,
+            num_hidden_layers=4,
+            layers_block_type=["mamba", "moe", "attention", "mlp"],
+            head_dim=8,
+            ssm_state_size=8,
+            mamba_num_heads=8,
+            mamba_head_dim=8,
+            n_groups=2,
+            chunk_size=8,
+            n_routed_experts=4,
+            moe_shared_expert_intermediate_size=16,
+        ),
+        tokens,
+        4,
+        "hf decoder moe mamba",
+    ),
     _case("gemma3_sliding", causal_lm("gemma3_text", **SLIDING, head_dim=8), tokens, 4, "hf decoder dense sliding"),
     _case(
         "gemma3n_shared_kv",
@@ -543,12 +507,15 @@ _CASES = (
         "hf decoder dense sliding shared_kv",
     ),
     _case("vision_language", seeded(_llava), image_and_tokens, 3, "hf decoder vision"),
+    _case("audio_language", seeded(_qwen2_audio), audio_and_tokens, 3, "hf decoder audio"),
+    _case("vit", seeded(_vit), image_and_class, 3, "hf encoder vision"),
     _case("resnet", seeded(ResNet), image, 4, "plain vision batch_norm", loss=square_mean, selective="convolution"),
     _case("unet", seeded(UNet), image, 4, "plain vision skips", loss=square_mean, selective="convolution"),
     _case("transformer_encoder", seeded(Encoder), ids_only, 3, "plain encoder dropout random", loss=square_mean),
     _case("lstm", seeded(LSTMModel), sequence, 3, "plain recurrent", loss=square_mean),
     _case("moe_topk", seeded(MoEModel), sequence, 3, "plain moe", loss=square_mean),
     _case("torchtitan_like", seeded(TitanLike), ids_only, 3, "plain decoder dense", loss=square_mean),
+    _case("torchtitan_moe", seeded(_titan_moe), ids_only, 3, "plain decoder moe", loss=square_mean),
 )
 
 ZOO: dict[str, Case] = {case.name: case for case in _CASES}

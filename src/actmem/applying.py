@@ -3,54 +3,94 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
 from torch import nn
 
-from actmem import ops
-from actmem.engine.calling import Script, applied_script, install, storages_of, uninstall
+from actmem.checking import check_rules, refuse_blocks, refuse_state
+from actmem.engine.calling import Script, local, storages_of
+from actmem.engine.checkpoint import Compilation, Family
 from actmem.engine.deciding import resolve
-from actmem.errors import ApplyError, ModeError, PlanError, StructureError
-from actmem.modes import FromPlan, Full, Mode, Rules, SaveEverything, Selective, Targets
-from actmem.plan import Plan, Rule, Slices
-from actmem.report import Report, summarise
-from actmem.structure import Block, find_blocks, fingerprint, roles
-from actmem.torchcompat import all_operator_names, named_modules
+from actmem.engine.installing import install, uninstall
+from actmem.engine.tracing import log_once
+from actmem.errors import ModeError, PlanError, StructureError
+from actmem.modes import CompilerBudget, FromPlan, Full, Mode, Rules, SaveEverything, Selective, Targets
+from actmem.plan import Plan
+from actmem.report import Report, Trace, compiled_graphs, gather, summarise
+from actmem.structure import Block, find_blocks, find_roles, fingerprint, layer_type
+from actmem.torchcompat import compiler_budget, keep_graph_order, named_modules
 
 __all__ = ["Applied", "apply"]
 
-_MODES = (SaveEverything, Full, Selective, Targets, Rules, FromPlan)
+_MODES = (SaveEverything, Full, Selective, Targets, Rules, CompilerBudget, FromPlan)
 Engine = Literal["auto", "tape", "checkpoint"]
+Collectives = Literal["save", "recompute"]
 
 
 class Applied:
     """A model under a plan. Made by `apply`; `remove()` undoes it. Also a context manager, which removes on leaving."""
 
-    def __init__(self, plan: Plan, blocks: tuple[Block, ...], scripts: tuple[Script, ...]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        blocks: tuple[Block, ...],
+        scripts: tuple[Script, ...],
+        compilation: Compilation,
+        undo: Sequence[Callable[[], None]] = (),
+    ) -> None:
         self.plan = plan
         """The resolved decision: print it, save it, read it back."""
         self._blocks = blocks
         self._scripts = scripts
+        self._compilation = compilation
+        self._undo = list(undo)
 
     def report(self) -> Report:
-        """Say what the latest observed step saved, recomputed, and could not replay. Print it.
+        """Say which engine ran, and what the latest observed step saved, recomputed, and could not replay. Print it.
 
-        A block's first training call is observed; `check_replay` has later ones observed too.
+        A block's first training call is observed; `check_replay` has later ones observed too. Of a compiled graph it
+        says what the plan asked for, and what the compiler's partitioner made of it.
         """
-        idle = sum(s.num_idle_calls for s in self._scripts)
-        notes = (
-            [f"{idle} block calls ran in eval mode with gradients on, and were left alone: call model.train()."]
-            if idle
-            else []
-        )
         return summarise(
             self.plan,
             [(b.path, b.kind, s.observation) for b, s in zip(self._blocks, self._scripts, strict=True)],
             matched=set[int]().union(*(s.verdicts.matched for s in self._scripts)),
-            notes=notes,
+            notes=[*self._notes(), *self.trace().subsumed],
+            compiled=compiled_graphs(self._compilation.graphs, self._compilation.asked, self._families()),
+            checkpointed=[s.path for s in self._scripts if s.engine == "checkpoint" and s.decisions is not None],
         )
+
+    def trace(self) -> Trace:
+        """List what the plan said at every operator of the latest observed step, and by which rule. Print it.
+
+        The same is logged once for each operator, by the logger `actmem.decisions` at level DEBUG.
+        """
+        rows = [(s.path, s.engine, s.decisions) for s in self._scripts if s.decisions is not None]
+        rows += [(path, "compiled", decisions) for path, decisions in self._compilation.asked.items()]
+        return gather(self.plan.rules, rows)
+
+    def _families(self) -> list[tuple[str, ...]]:
+        """List the blocks that share a compiled graph."""
+        families: dict[Family, list[str]] = {}
+        for script in self._scripts:
+            families.setdefault(script.family, []).append(script.path)
+        return [tuple(paths) for paths in families.values()]
+
+    def _notes(self) -> list[str]:
+        notes: list[str] = []
+        idle = sum(s.num_idle_calls for s in self._scripts)
+        if idle:
+            notes.append(
+                f"{idle} block calls ran in eval mode with gradients on, and were left alone: call model.train()."
+            )
+        skipped = [s.path for s in self._scripts if s.num_without_gradient and s.decisions is None]
+        if skipped:
+            through = skipped[0] if len(skipped) == 1 else f"{skipped[0]} ... {skipped[-1]} ({len(skipped)} blocks)"
+            notes.append(f"skipped, because no gradient flows through: {through}.")
+        return notes
 
     def check_replay(self, num_calls: int = 1) -> None:
         """Observe the next calls of every block, and compare each replayed value with a checksum of the dropped one."""
@@ -61,6 +101,8 @@ class Applied:
         """Change the model back into what it was. Graphs that were recorded before stay valid. May be called twice."""
         for block, script in zip(self._blocks, self._scripts, strict=True):
             uninstall(block.module, script)
+        while self._undo:
+            self._undo.pop()()
 
     def __enter__(self) -> Applied:
         return self
@@ -79,7 +121,9 @@ def apply(
     mode: Mode | Plan,
     *,
     blocks: str | None = None,
+    scope: Sequence[str] | None = None,
     engine: Engine = "auto",
+    collectives: Collectives = "save",
     example: Any = None,
     loss: Callable[[Any], Any] | None = None,
 ) -> Applied:
@@ -89,7 +133,14 @@ def apply(
         model: any module; its repeating blocks are found.
         mode: a mode such as `Full()` or `Selective(save=[...])`, or a `Plan`. There is no default.
         blocks: where the blocks are, as a glob over module paths, for models in which they cannot be found.
-        engine: "tape" records operators and replays them; "auto" chooses, and today that is the tape.
+        scope: the towers whose blocks are meant, out of "language", "vision" and "audio". Left out: the language model
+            where there is one.
+        engine: "auto" takes the tape in eager, which records operators and replays them, and torch's checkpoint as an
+            operator of the graph under torch.compile. "tape" keeps the blocks out of compiled graphs. "checkpoint"
+            takes torch's checkpoint in eager too, which runs the blocks' Python code twice. The plan is the same.
+        collectives: "save" never runs a collective twice. "recompute" treats the all-gathers, all-reduces,
+            reduce-scatters and broadcasts of tensor and sequence parallel as the mode treats other operators, which
+            frees their bytes and communicates again in the backward pass. Every rank must run the same operators.
         example: a batch, for modes that must profile the model. No mode of today needs one.
         loss: the loss of the example, for the same.
 
@@ -114,36 +165,83 @@ def apply(
         raise ModeError(
             f"mode = {mode!r} is no mode. Expected one of {names}, or a Plan, as in actmem.apply(model, actmem.Full())."
         )
-    if engine not in ("auto", "tape"):
+    if engine not in ("auto", "tape", "checkpoint"):
         raise ModeError(
-            f"engine = {engine!r} is not available. Expected 'auto' or 'tape', which record and replay operators."
+            f"engine = {engine!r} is not known. Expected 'auto', 'tape' (records and replays operators) or "
+            "'checkpoint' (torch's own, which runs the code of the blocks twice)."
+        )
+    if collectives not in ("save", "recompute"):
+        raise ModeError(
+            f"collectives = {collectives!r} is not known. Expected 'save' (run once) or 'recompute' (run again in "
+            "the backward pass, on every rank)."
         )
     if example is not None or loss is not None:
         raise ModeError(
             "example and loss are for modes that profile the model, and no mode of this version does. Leave them out."
         )
-    _refuse_state(model)
+    if collectives == "recompute" and engine == "checkpoint":
+        raise ModeError(
+            "collectives = 'recompute' stands beside engine = 'checkpoint', which never runs a collective twice. "
+            "Leave one of them out."
+        )
+    refuse_state(model)
     if isinstance(mode, FromPlan):
         mode = Plan.load(mode.path)
     if isinstance(mode, Plan):
-        plan, found = mode, _blocks_of(model, mode, blocks)
+        plan, found = mode, _blocks_of(model, mode, blocks, scope)
     else:
-        found = find_blocks(model, blocks)
+        found = find_blocks(model, blocks, scope)
         plan = Plan(mode.rules(), tuple(b.path for b in found), fingerprint(model, found), repr(mode))
-    _refuse_blocks(found)
-    every_role = [roles(b.module) for b in found]
-    _check_rules(plan.rules, found, every_role, model)
-    scripts: list[Script] = []
+    refuse_blocks(found)
+    every_role, layer_types = find_roles(model, found), [layer_type(b.module) for b in found]
+    if isinstance(mode, Selective):
+        plan = _without_absent(plan, {name for its_roles in every_role for name in its_roles})
+    check_rules(plan.rules, found, every_role, layer_types, model)
+    compilation = Compilation({b.path: b.module for b in found})
     roll = _Roll(plan, model)
+    families: dict[Any, Family] = {}
     cuts: dict[Any, Any] = {}
-    for block, its_roles in zip(found, every_role, strict=True):
+    scripts: list[Script] = []
+    for block, its_roles, its_type in zip(found, every_role, layer_types, strict=True):
         modules = {path: f"{block.path}.{path}".strip(".") for path, _ in named_modules(block.module)}
-        verdicts = resolve(plan.rules, layer=block.index, num_layers=len(found), modules=modules, roles=its_roles)
-        scripts.append(Script(block.path, verdicts, cuts=cuts, observed=roll.called, state=roll.state))
+        verdicts = resolve(
+            plan.rules,
+            layer=block.index,
+            num_layers=len(found),
+            modules=modules,
+            roles=its_roles,
+            layer_type=its_type,
+        )
+        key = type(block.module), verdicts.key
+        if key not in families:
+            routes = "router" in its_roles
+            families[key] = Family(verdicts, compilation, routes=routes, traceable=engine != "tape")
+        scripts.append(
+            Script(
+                block.path,
+                families[key],
+                engine="none" if isinstance(mode, CompilerBudget) else "tape" if engine == "auto" else engine,
+                cuts=cuts,
+                observed=roll.called,
+                state=roll.state,
+                reissue=collectives == "recompute",
+            )
+        )
     roll.scripts = tuple(scripts)
+    undo: list[Callable[[], None]] = []
+    if isinstance(mode, CompilerBudget):
+        undo.append(compiler_budget(mode.fraction))
+    if engine == "checkpoint":
+        undo.append(keep_graph_order())
+    classes: dict[Any, type] = {}
     for block, script in zip(found, scripts, strict=True):
-        install(block.module, script)
-    return Applied(plan, found, tuple(scripts))
+        install(block.module, script, classes)
+    return Applied(plan, found, tuple(scripts), compilation, undo)
+
+
+def _without_absent(plan: Plan, present: set[str]) -> Plan:
+    """Leave out what `Selective` says of parts that this model does not have, such as the gates of routers."""
+    return replace(plan, rules=tuple(r for r in plan.rules if not (r.target and r.op) or r.target in present))
 
 
 class _Roll:
@@ -153,6 +251,7 @@ class _Roll:
         self._model = weakref.ref(model)
         self._named = frozenset(i for i, r in enumerate(plan.rules) if r.op or r.module or r.target)
         self._plan = plan
+        self._logged: set[tuple[str, str]] = set()
         self.scripts: tuple[Script, ...] = ()
 
     def state(self) -> frozenset[int]:
@@ -160,14 +259,16 @@ class _Roll:
         model = self._model()
         if model is None:
             return frozenset()
-        return frozenset(storages_of([*model.parameters(), *model.buffers()]))
+        return frozenset(storages_of([local(t) for t in (*model.parameters(), *model.buffers())]))
 
     def called(self) -> None:
-        """Notice, when every block has run once, that none of the plan's names matched anything."""
-        if not self._named or any(s.observation is None for s in self.scripts):
+        """Log what was decided, and notice, when every block has run once, that none of the plan's names matched."""
+        decisions = [row for s in self.scripts for row in s.decisions or ()]
+        log_once(decisions, self._plan.rules, self._logged)
+        if not self._named or any(s.decisions is None for s in self.scripts):
             return
         if not self._named & set[int]().union(*(s.verdicts.matched for s in self.scripts)):
-            seen = sorted({r.op for s in self.scripts if s.observation for r in s.observation.rows if r.kind == "made"})
+            seen = sorted({row.op for row in decisions})
             raise ModeError(
                 f"{self._plan.mode} matches nothing: no operator that ran in the blocks of this model is among "
                 "its names. "
@@ -176,9 +277,10 @@ class _Roll:
             )
 
 
-def _blocks_of(model: nn.Module, plan: Plan, blocks: str | None) -> tuple[Block, ...]:
-    if blocks is not None:
-        raise ModeError(f"blocks = {blocks!r} is given beside a plan, which names its own blocks. Leave blocks out.")
+def _blocks_of(model: nn.Module, plan: Plan, blocks: str | None, scope: Sequence[str] | None) -> tuple[Block, ...]:
+    for name, value in (("blocks", blocks), ("scope", scope)):
+        if value is not None:
+            raise ModeError(f"{name} = {value!r} is given beside a plan, which names its own blocks. Leave {name} out.")
     try:
         found = find_blocks(model, ",".join(p or "." for p in plan.blocks))
     except StructureError as error:
@@ -195,91 +297,3 @@ def _blocks_of(model: nn.Module, plan: Plan, blocks: str | None) -> tuple[Block,
             "and blocks count). Make a plan for this model: actmem.apply(model, mode).plan.save(path)."
         )
     return found
-
-
-def _refuse_state(model: nn.Module) -> None:
-    for path, module in named_modules(model):
-        if (script := applied_script(module)) is not None:
-            raise ApplyError(
-                f"a plan is applied to this model already, at {script.path or 'the model itself'} and others. "
-                "Remove it first: applied.remove(), on what actmem.apply returned."
-            )
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise ApplyError(
-                f"{path or 'the model'}.gradient_checkpointing = True: Hugging Face gradient checkpointing is on, "
-                "and would run the forward code twice. "
-                "Switch it off first: model.gradient_checkpointing_disable()."
-            )
-        if hasattr(module, "_checkpoint_wrapped_module"):
-            raise ApplyError(
-                f"{path or 'the model'} is wrapped by torch's checkpoint_wrapper, which recomputes on its own account. "
-                "Build the model without that wrapper, and let actmem decide."
-            )
-
-
-def _refuse_blocks(blocks: tuple[Block, ...]) -> None:
-    for block in blocks:
-        if "forward" in vars(block.module):
-            raise ApplyError(
-                f"{block.path or 'the model'} has a forward of its own in the instance (accelerate's hooks put "
-                "one there), which would bypass actmem. "
-                "Apply actmem before the library that sets it."
-            )
-
-
-def _check_rules(
-    rules: tuple[Rule, ...], blocks: tuple[Block, ...], every_role: list[dict[str, tuple[str, ...]]], model: nn.Module
-) -> None:
-    known = all_operator_names()
-    for rule in rules:
-        if rule.decision == "offload":
-            raise ModeError(
-                f"{rule!r}: this version saves and recomputes, and does not offload. Use 'save' or 'recompute'."
-            )
-        if rule.op is not None and rule.op not in ops.GROUPS and not rule.op.startswith("replayable."):
-            packet, _ = ops.packet_name(rule.op)
-            if not any(
-                ops.matches(rule.op, name, "default") or name == packet
-                for name in known | {"higher_order.flex_attention"}
-            ):
-                hint = ops.did_you_mean(rule.op, sorted({*known, *ops.GROUPS}))
-                raise ModeError(
-                    f"op = {rule.op!r} is no operator, group or glob that torch knows.{hint} Groups: "
-                    f"{', '.join(sorted(ops.GROUPS))}."
-                )
-        if rule.module is not None:
-            _check_module(rule, model)
-        if rule.layers is not None and not any(
-            Slices.parse(rule.layers).contains(b.index, len(blocks)) for b in blocks
-        ):
-            raise ModeError(
-                f"layers = {rule.layers!r} selects none of the {len(blocks)} blocks (0 to {len(blocks) - 1}). "
-                f"Name some of these, as in layers='0:{len(blocks)}'."
-            )
-    named = [r for r in rules if r.target is not None]
-    if (
-        named
-        and all(r.is_default or r.target for r in rules)
-        and not any(r.target in found for r in named for found in every_role)
-    ):
-        present = sorted({name for found in every_role for name in found})
-        raise ModeError(
-            f"target{'s' if len(named) > 1 else ''} {', '.join(repr(r.target) for r in named)} matched no module "
-            "in the blocks of this model. "
-            f"Targets that would match: {', '.join(present) or 'none'}."
-        )
-
-
-def _check_module(rule: Rule, model: nn.Module) -> None:
-    from fnmatch import fnmatchcase
-
-    assert rule.module is not None
-    paths = [path for path, _ in named_modules(model) if path]
-    if not any(fnmatchcase(path, rule.module) for path in paths):
-        wanted = rule.module.strip("*.")
-        hint = ops.did_you_mean(wanted, paths if "." in wanted else dict.fromkeys(p.rpartition(".")[2] for p in paths))
-        example = max(paths, key=lambda path: path.count("."))
-        raise ModeError(
-            f"module = {rule.module!r} matches no module of this model.{hint} A glob is matched against whole "
-            f"paths, such as {example!r}: module='*{example.rpartition('.')[1]}{example.rpartition('.')[2]}'."
-        )

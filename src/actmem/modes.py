@@ -6,15 +6,16 @@ can be compared, and print as the line that makes them.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import cast
 
 from actmem.errors import ModeError
-from actmem.ops import split_selector
-from actmem.plan import TARGETS, Rule, check_rules, unknown_target
+from actmem.ops import is_glob, split_selector
+from actmem.plan import TARGETS, Rule, Slices, check_rules, check_target
 
 __all__ = [
     "TARGETS",
+    "CompilerBudget",
     "EverySecond",
     "FromPlan",
     "Full",
@@ -40,31 +41,37 @@ class SaveEverything:
         return (Rule("save"),)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class Full:
-    """Recompute everything in layers first, first + every, first + 2 * every, ...; save all in the others.
+    """Recompute everything in the chosen layers; save all in the others.
 
     >>> Full(every=2).rules()
     (Rule('recompute', layers='0::2'), Rule('save'))
+    >>> Full(layers="-4:").rules()
+    (Rule('recompute', layers='-4:'), Rule('save'))
 
     Raises:
-        ModeError: if `every` is below 1 or `first` below 0.
+        ModeError: if `every` is below 1, `first` below 0, or `layers` is no slice text or stands beside them.
     """
 
     every: int = 1
     """Distance between the layers to recompute: 1 takes every layer, 2 every second."""
     first: int = 0
     """Index of the first layer to recompute."""
+    layers: str | None = None
+    """The layers to recompute as python-slice text: `:8` the first eight, `-4:` the last four, `0,4:6` these."""
 
     def __post_init__(self) -> None:
         _check_count("every", self.every, least=1, meaning="1 recomputes every layer, 2 every second")
         _check_count("first", self.first, least=0, meaning="0 starts at the first layer")
+        _check_layers(self.layers, self.every, self.first)
 
     def rules(self) -> tuple[Rule, ...]:
         """Resolve to rules."""
-        if (self.every, self.first) == (1, 0):
-            return (Rule("recompute"),)
-        return Rule("recompute", layers=f"{self.first}::{self.every}"), Rule("save")
+        return _only_in(_chosen_layers(self.layers, self.every, self.first), Rule("recompute"))
+
+    def __repr__(self) -> str:
+        return _written(self)
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,7 +88,7 @@ class EverySecond:
 def every_second(group: str) -> EverySecond:
     """Name the 1st, 3rd, 5th, ... operator of a group, in forward order, counted anew in each block call.
 
-    >>> Selective(save=[every_second("matmul")]).rules()
+    >>> Selective(save=[every_second("matmul")], force_recompute=[]).rules()
     (Rule('save', op='matmul', nth='::2'), Rule('recompute'))
     """
     if not isinstance(cast(object, group), str):
@@ -92,19 +99,35 @@ def every_second(group: str) -> EverySecond:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Selective:
-    """Save the results of the named operators and recompute all else.
+    r"""Save the results of the named operators and recompute all else.
 
     >>> Selective(save=["attention", every_second("matmul"), "*.mlp::aten.mm"])
     Selective(save=['attention', every_second('matmul'), '*.mlp::aten.mm'])
-    >>> Selective(save=["attention", "*.mlp::aten.mm"]).rules()
-    (Rule('save', op='attention'), Rule('save', module='*.mlp', op='aten.mm'), Rule('recompute'))
+    >>> print(*Selective(save=["attention", "*.mlp::aten.mm"]).rules(), sep="\n")
+    Rule('recompute', target='router', op='matmul')
+    Rule('save', op='attention')
+    Rule('save', module='*.mlp', op='aten.mm')
+    Rule('recompute')
 
     Raises:
-        ModeError: if `save` is empty, or an entry is not a selector.
+        ModeError: if `save` is empty, an entry is not a selector, or an option has a value that is not permitted.
     """
 
     save: Sequence[str | EverySecond]
     """What to save: operator groups, operators, globs, `MODULE_GLOB::operator`, or `every_second(...)` of any."""
+    force_recompute: Sequence[str] = ("router",)
+    """Modules whose products are recomputed and not counted, whatever `save` says: target names, module names (`gate`
+    is any module whose path ends so) or globs. Left as it is: the gates of routers, in models that have them."""
+    save_sliding_window: bool = True
+    """False recomputes the attention of layers that see a sliding window only, even where `save` names attention."""
+    recompute_layer_types: Sequence[str] = ()
+    """Layers of these types are recomputed whole, such as `sliding_attention`, `chunked_attention`, `linear_*`."""
+    min_bytes: int = 0
+    """Save only values of at least this many bytes."""
+    every: int = 1
+    """Distance between the layers that this is done to; the others save everything."""
+    layers: str | None = None
+    """The layers that this is done to, as python-slice text; the others save everything."""
 
     def __post_init__(self) -> None:
         example = "save=['attention', every_second('matmul')]"
@@ -115,15 +138,35 @@ class Selective:
                     f"save[{index}] = {entry!r} is no selector. Expected an operator group, an operator, a glob or "
                     f"every_second(...): write {example}."
                 )
-            _selector_rule(entry, found=f"save[{index}] = {entry!r}")
+            _selector_rule(entry, found=f"save[{index}] = {entry!r}", min_bytes=self.min_bytes)
         object.__setattr__(self, "save", entries)
+        for name, example in (
+            ("force_recompute", "force_recompute=['router']"),
+            ("recompute_layer_types", "recompute_layer_types=['sliding_attention']"),
+        ):
+            object.__setattr__(self, name, _texts(name, getattr(self, name), example=example))
+        if type(self.save_sliding_window) is not bool:
+            raise ModeError(
+                f"save_sliding_window = {self.save_sliding_window!r} is not permitted. Write True or False."
+            )
+        _check_count("every", self.every, least=1, meaning="1 takes every layer, 2 every second", of="Selective")
+        _check_layers(self.layers, self.every)
 
     def rules(self) -> tuple[Rule, ...]:
         """Resolve to rules."""
-        return *(_selector_rule(entry, found=repr(entry)) for entry in self.save), Rule("recompute")
+        rules = [Rule("recompute", layer_type=kind) for kind in self.recompute_layer_types]
+        if not self.save_sliding_window:
+            rules.append(Rule("recompute", layer_type="sliding*", op="attention"))
+        for name in self.force_recompute:
+            if name in TARGETS:
+                rules.append(Rule("recompute", target=name, op="matmul"))
+            else:
+                rules.append(Rule("recompute", module=name if is_glob(name) else f"*.{name}", op="matmul"))
+        rules += [_selector_rule(entry, found=repr(entry), min_bytes=self.min_bytes) for entry in self.save]
+        return _only_in(_chosen_layers(self.layers, self.every), *rules, Rule("recompute"))
 
     def __repr__(self) -> str:
-        return f"Selective(save={list(self.save)!r})"
+        return _written(self)
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,6 +175,8 @@ class Targets:
 
     >>> Targets(["norm", "mlp"]).rules()
     (Rule('recompute', target='norm'), Rule('recompute', target='mlp'), Rule('save'))
+    >>> Targets(["norm"], every=2).rules()
+    (Rule('recompute', layers='0::2', target='norm'), Rule('save'))
 
     Raises:
         ModeError: if no part is named, or one is not known.
@@ -139,7 +184,11 @@ class Targets:
 
     names: Sequence[str]
     """The parts to recompute: norm, attn_proj, attention, mlp, mla_up_proj, routed_experts, shared_experts, router,
-    linear_attn or moe_act."""
+    linear_attn or moe_act; or `own:NAME`, a part that the model names in its attribute `actmem_targets`."""
+    every: int = field(default=1, kw_only=True)
+    """Distance between the layers that this is done to; the others save everything."""
+    layers: str | None = field(default=None, kw_only=True)
+    """The layers that this is done to, as python-slice text; the others save everything."""
 
     def __post_init__(self) -> None:
         entries = _entries("targets", self.names, example="Targets(['norm'])")
@@ -148,16 +197,49 @@ class Targets:
                 raise ModeError(
                     f"targets[{index}] = {entry!r} is no text. Permitted: {', '.join(TARGETS)}: Targets(['norm'])."
                 )
-            if entry not in TARGETS:
-                raise ModeError(unknown_target(entry))
-        object.__setattr__(self, "names", entries)
+            check_target(entry)
+        object.__setattr__(self, "names", tuple(dict.fromkeys(cast(Sequence[str], entries))))
+        _check_count("every", self.every, least=1, meaning="1 takes every layer, 2 every second", of="Targets")
+        _check_layers(self.layers, self.every)
 
     def rules(self) -> tuple[Rule, ...]:
         """Resolve to rules."""
-        return *(Rule("recompute", target=name) for name in self.names), Rule("save")
+        rules = [Rule("recompute", target=name) for name in self.names]
+        chosen = _chosen_layers(self.layers, self.every)
+        return *(replace(rule, layers=chosen) for rule in rules), Rule("save")
 
     def __repr__(self) -> str:
-        return f"Targets({list(self.names)!r})"
+        return _written(self)
+
+
+@dataclass(frozen=True)
+class CompilerBudget:
+    """Leave the choice to torch.compile's own budget: a fraction of what its graphs would save. Not actmem's engine.
+
+    It holds for every graph that is compiled while the model is applied, works under torch.compile only, and has
+    defects of its own: less budget can mean a higher peak, because the compiler's knapsack does not see what a
+    recomputation must hold, and below 1.0 it has been seen to recompute random operators with other numbers. It stands
+    here for those who compare. docs/compile.md has the figures.
+
+    >>> CompilerBudget(0.5)
+    CompilerBudget(fraction=0.5)
+
+    Raises:
+        ModeError: if the fraction is not between 0 and 1.
+    """
+
+    fraction: float
+    """0 recomputes all that the compiler can recompute, 1 is its default."""
+
+    def __post_init__(self) -> None:
+        if type(self.fraction) not in (int, float) or not 0 <= self.fraction <= 1:
+            raise ModeError(
+                f"fraction = {self.fraction!r} is not permitted. Expected a number from 0 to 1: CompilerBudget(0.5)."
+            )
+
+    def rules(self) -> tuple[Rule, ...]:
+        """Resolve to rules: the compiler decides, so actmem adds nothing."""
+        return (Rule("save"),)
 
 
 @dataclass(frozen=True, repr=False)
@@ -209,16 +291,59 @@ class FromPlan:
         return f"FromPlan({self.path!r})"
 
 
-Mode = SaveEverything | Full | Selective | Targets | Rules | FromPlan
+Mode = SaveEverything | Full | Selective | Targets | Rules | CompilerBudget | FromPlan
 """What `apply` takes, besides a Plan."""
 
 
-def _check_count(name: str, value: object, *, least: int, meaning: str) -> None:
+def _check_count(name: str, value: object, *, least: int, meaning: str, of: str = "Full") -> None:
     if type(value) is not int or value < least:
         raise ModeError(
             f"{name} = {value!r} is not permitted. Expected an int of {least} or more ({meaning}): "
-            f"write Full({name}={least})."
+            f"write {of}({'' if of == 'Full' else '..., '}{name}={least})."
         )
+
+
+def _check_layers(layers: object, every: int, first: int = 0) -> None:
+    if layers is None:
+        return
+    if not isinstance(layers, str):
+        hint = f" Write layers={str(layers)!r}." if isinstance(layers, int) else ""
+        raise ModeError(f"layers = {layers!r} is no text. Expected python-slice text, such as '0:24' or '-4:'.{hint}")
+    Slices.parse(layers)
+    if (every, first) != (1, 0):
+        raise ModeError(
+            f"layers = {layers!r} stands beside every = {every} or first = {first}, and both choose layers. "
+            f"Write one of them: layers='{first}::{every}' says the same as the other two."
+        )
+
+
+def _chosen_layers(layers: str | None, every: int, first: int = 0) -> str | None:
+    return layers if (every, first) == (1, 0) else f"{first}::{every}"
+
+
+def _only_in(layers: str | None, *rules: Rule) -> tuple[Rule, ...]:
+    """Restrict rules to some layers, and save all in the others."""
+    return rules if layers is None else (*(replace(rule, layers=layers) for rule in rules), Rule("save"))
+
+
+def _written(mode: "Full | Selective | Targets") -> str:
+    """Write a mode as the line that makes it, without the options that were left as they are."""
+    arguments: list[str] = []
+    for option in fields(mode):
+        value = getattr(mode, option.name)
+        if option.default is MISSING or value != option.default:
+            text = repr(list(cast(Sequence[object], value)) if isinstance(value, tuple) else value)
+            arguments.append(text if option.name == "names" else f"{option.name}={text}")
+    return f"{type(mode).__name__}({', '.join(arguments)})"
+
+
+def _texts(name: str, value: object, *, example: str) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ModeError(f"{name} = {value!r} is no list. Expected a list of names: write {example}.")
+    for index, entry in enumerate(cast(Sequence[object], value)):
+        if not isinstance(entry, str) or not entry.strip() or "::" in entry:
+            raise ModeError(f"{name}[{index}] = {entry!r} is no name. Expected a list of names: write {example}.")
+    return tuple(cast(Sequence[str], value))
 
 
 def _entries(name: str, value: object, *, example: str) -> tuple[object, ...]:
@@ -236,11 +361,11 @@ def _entries(name: str, value: object, *, example: str) -> tuple[object, ...]:
     return entries
 
 
-def _selector_rule(entry: str | EverySecond, *, found: str) -> Rule:
+def _selector_rule(entry: str | EverySecond, *, found: str, min_bytes: int = 0) -> Rule:
     """Turn an entry of `save` into its rule; `found` opens the error message."""
     text, nth = (entry.op, "::2") if isinstance(entry, EverySecond) else (entry, None)
     module, op = split_selector(text)
     try:
-        return Rule("save", module=module, op=op, nth=nth)
+        return Rule("save", module=module, op=op, nth=nth, min_bytes=min_bytes)
     except ModeError as error:
         raise ModeError(f"{found}: {error}") from None

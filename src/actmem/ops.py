@@ -3,7 +3,8 @@
 NOTE [ operator names ]
 An operator is written `namespace.name` (a packet: `aten.mm`) or `namespace.name.overload` (`aten.mm.default`). The
 spellings `aten::mm`, `aten::mm.default` and `torch.ops.aten.mm` mean the same. A *selector* is a group (`matmul`), such
-a name, or a glob over names (`aten.*mm`). `split_selector` splits one with a module in front, `*.mlp::matmul`.
+a name, a glob over names (`aten.*mm`), or several of these joined by `|`, counted as one. `split_selector` splits one
+with a module in front, `*.mlp::matmul`.
 """
 
 import difflib
@@ -49,8 +50,28 @@ GROUPS: dict[str, frozenset[str]] = {
         "topk sort argsort msort kthvalue argmax argmin bincount histc searchsorted bucketize one_hot nonzero"
         " nonzero_static _unique _unique2 unique_dim unique_consecutive unique_dim_consecutive"
     ),
+    "low_precision_scale": _aten("max amax aminmax _amp_foreach_non_finite_check_and_unscale_"),
+    "compiled": frozenset({"higher_order.inductor_compiled_code", "higher_order.invoke_subgraph"}),
+    "compute_intensive": _aten(
+        "mm addmm bmm convolution convolution_backward upsample_bilinear2d _scaled_mm"
+        " _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention"
+        " _flash_attention_forward _efficient_attention_forward"
+    ),
+    "pointwise": _aten(
+        "add sub rsub mul div neg pow square sqrt rsqrt exp log1p reciprocal clamp clamp_min clamp_max where"
+        " sigmoid tanh erf relu leaky_relu silu gelu mish elu selu celu hardswish hardsigmoid softplus glu logit"
+        " log_sigmoid_forward threshold hardtanh prelu _prelu_kernel _to_copy"
+        " add_ sub_ mul_ div_ neg_ pow_ square_ sqrt_ rsqrt_ exp_ reciprocal_ clamp_ clamp_min_ clamp_max_"
+        " sigmoid_ tanh_ relu_ leaky_relu_ silu_ gelu_ mish_ elu_ hardswish_ hardsigmoid_ threshold_ hardtanh_"
+    ),
 }
-"""Operator groups: group name -> the packets in it, as names or globs."""
+"""Operator groups: group name -> the packets in it, as names or globs.
+
+`compute_intensive` stands here as it is where torch's own list cannot be read; where it can, that list is taken.
+"""
+
+HIGHER_ORDER = frozenset(m for group in GROUPS.values() for m in group if m.startswith("higher_order."))
+"""Operators that take functions. torch keeps no list of them."""
 
 NAMESPACES = (
     *("aten", "prim", "prims", "rngprims", "higher_order", "torch_attn", "inductor", "mkl", "mkldnn", "onednn"),
@@ -91,7 +112,7 @@ def packet_name(text: str) -> tuple[str, str | None]:
 
 
 def matches(selector: str, packet: str, overload: str) -> bool:
-    """Tell whether a selector (a group, an operator, or a glob) covers an operator.
+    """Tell whether a selector (a group, an operator, a glob, or some of these joined by `|`) covers an operator.
 
     A name or glob without an overload covers all overloads.
 
@@ -103,6 +124,8 @@ def matches(selector: str, packet: str, overload: str) -> bool:
     group = GROUPS.get(selector)
     if group is not None:
         return packet in group or any(is_glob(member) and fnmatchcase(packet, member) for member in group)
+    if "|" in selector:
+        return any(matches(part, packet, overload) for part in selector.split("|"))
     name = _dotted(selector)
     full = f"{packet}.{overload}"
     if is_glob(name):

@@ -29,6 +29,9 @@ TARGETS = (
 )
 """The parts of a block that have a name, whatever the model calls them."""
 
+OWN = "own:"
+"""What the name of a target starts with that a model declares for itself."""
+
 PLAN_VERSION = 1
 """The version of plan files that this actmem reads and writes."""
 
@@ -90,12 +93,14 @@ class Rule:
     _: KW_ONLY
     layers: str | None = None
     """Python-slice text over the index of the block: `0:24`, `::2`, `3`, `-2:`, `0,4:6`."""
+    layer_type: str | None = None
+    """Glob over what the model calls the type of a block: `sliding_attention`, `linear_*`."""
     module: str | None = None
     """Glob over full module paths (`*.mlp`); a match covers everything below that module."""
     target: str | None = None
-    """Name of a part of the block, such as `norm` or `mlp`."""
+    """Name of a part of the block, such as `norm` or `mlp`; `own:NAME` for one that the model itself declares."""
     op: str | None = None
-    """Operator group (`matmul`), operator (`aten.mm`) or glob (`aten.*mm`)."""
+    """Operator group (`matmul`), operator (`aten.mm`), glob (`aten.*mm`), or several (`aten.mm|aten.linear`)."""
     nth: str | None = None
     """Slice text (`::2`) over the count, from 0 in each block call, of operators that match the other selectors."""
     min_bytes: int = 0
@@ -103,7 +108,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         _check_decision(self.decision)
-        for name in ("layers", "module", "target", "op", "nth"):
+        for name in ("layers", "layer_type", "module", "target", "op", "nth"):
             _check_text(name, getattr(self, name))
         if self.layers is not None:
             Slices.parse(self.layers, name="layers")
@@ -112,8 +117,8 @@ class Rule:
                 f"nth = {self.nth!r} counts from the end, but how many operators will match is not known while a block "
                 "runs. Expected bounds of 0 or more, such as nth='::2' or nth='0:4'."
             )
-        if self.target is not None and self.target not in TARGETS:
-            raise ModeError(unknown_target(self.target))
+        if self.target is not None:
+            check_target(self.target)
         if self.op is not None:
             _check_op(self.op)
         if self.module is not None and "::" in self.module:
@@ -285,9 +290,18 @@ def check_rules(rules: object, *, name: str = "rules") -> tuple[Rule, ...]:
     return tuple(checked)
 
 
-def unknown_target(name: str) -> str:
-    """Write the error message for a target that nobody knows."""
-    return f"target {name!r} is not known. Permitted: {', '.join(TARGETS)}.{did_you_mean(name, TARGETS)}"
+def check_target(name: str) -> None:
+    """Accept the name of a target: one of `TARGETS`, or `own:NAME` for one that a model declares itself.
+
+    Raises:
+        ModeError: otherwise.
+    """
+    if name in TARGETS or (name.startswith(OWN) and name.removeprefix(OWN).isidentifier()):
+        return
+    raise ModeError(
+        f"target {name!r} is not known. Permitted: {', '.join(TARGETS)}; or {OWN}NAME, for a part that the model "
+        f"names in its attribute actmem_targets.{did_you_mean(name, TARGETS)}"
+    )
 
 
 # --- the fields of a rule ---------------------------------------------------------------------------------------------
@@ -338,6 +352,10 @@ def _check_op(op: str) -> None:
     module, rest = split_selector(op)
     if module is not None:
         raise ModeError(f"op = {op!r} names a module too. Write module={module!r}, op={rest!r}.")
+    if "|" in op:
+        for part in op.split("|"):
+            _check_op(part)
+        return
     if op in GROUPS or is_glob(op):
         return
     if "." not in op and "::" not in op:

@@ -6,10 +6,14 @@ instead of somewhere in the middle of a backward pass.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.fx.traceback as _traceback
+import torch.nn.attention as _torch_attention
+import torch.utils.checkpoint as _checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import (
@@ -26,8 +30,13 @@ __all__ = [
     "alias",
     "alias_in_handler",
     "all_operator_names",
+    "apart_from_graphs",
+    "attention_backends",
     "backward_code",
     "below_autograd",
+    "checkpoint",
+    "compiler_budget",
+    "compute_intensive",
     "counting_versions",
     "current_autograd_node",
     "current_graph_task",
@@ -37,16 +46,29 @@ __all__ = [
     "has_storage",
     "is_traceable_wrapper_subclass",
     "is_wrapper",
+    "keep_graph_order",
+    "module_stack",
     "named_buffers",
     "named_modules",
     "never_compile",
     "numerics",
     "outer_hooks",
     "restore_numerics",
+    "saved_by_partitioner",
+    "selective_contexts",
     "storage_key",
+    "with_attention_backends",
     "without_autocast",
     "without_dispatch_modes",
 ]
+
+_attention: Any = _torch_attention
+_checkpointing: Any = _checkpoint
+_compiler: Any = torch.compiler
+checkpoint: Any = _checkpointing.checkpoint
+selective_contexts: Any = _checkpointing.create_selective_checkpoint_contexts
+apart_from_graphs: Any = _compiler.disable
+"""Three public functions whose types torch leaves open."""
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
@@ -189,3 +211,80 @@ def restore_numerics(flags: tuple[Any, ...]) -> None:
     _C._set_cudnn_enabled(cudnn)
     _C._set_cudnn_benchmark(benchmark)
     _C._set_cudnn_deterministic(cudnn_deterministic)
+
+
+@functools.cache
+def compute_intensive() -> frozenset[str] | None:
+    """Return the operators that torch's own partitioner holds to be dear; None where it does not say."""
+    try:
+        from torch._functorch.partitioners import get_default_op_list
+
+        listed: Any = get_default_op_list().compute_intensive_ops
+    except (ImportError, AttributeError):
+        return None
+    return frozenset(str(op) for op in listed)
+
+
+def module_stack() -> dict[str, Any] | None:
+    """Return the modules around the operator that is being traced into a graph, outermost first, by identity."""
+    return _traceback.current_meta.get("nn_module_stack")
+
+
+def saved_by_partitioner(listener: Callable[[list[Any]], None]) -> None:
+    """Tell the listener, once, which nodes the next graph that is partitioned saves for its backward."""
+    import torch._functorch.partitioners as partitioners  # late: it takes a while, and only compiling needs it
+
+    module: Any = partitioners
+    _PARTITION_LISTENER[:] = [listener]  # every block of a graph asks for the same
+    extract = module._extract_fwd_bwd_modules
+    if extract.__name__ == _TELLING:
+        return
+
+    def tell(joint_module: Any, saved_values: list[Any], *args: Any, **kwargs: Any) -> Any:
+        module._extract_fwd_bwd_modules = extract
+        while _PARTITION_LISTENER:
+            _PARTITION_LISTENER.pop()(list(saved_values))
+        return extract(joint_module, saved_values, *args, **kwargs)
+
+    tell.__name__ = _TELLING
+    module._extract_fwd_bwd_modules = tell
+
+
+_TELLING = "tell_what_is_saved"
+_PARTITION_LISTENER: list[Callable[[list[Any]], None]] = []
+
+
+def attention_backends() -> Any:
+    """Return which backends scaled dot product attention may choose among."""
+    return _attention._cur_sdpa_kernel_backends(with_priority=True)
+
+
+def with_attention_backends(backends: Any) -> Any:
+    """Return a context in which attention chooses among these backends."""
+    return _attention.sdpa_kernel(backends, set_priority=True)
+
+
+def keep_graph_order() -> Callable[[], None]:
+    """Have Dynamo try the graphs of a function in the order in which they were made, not the latest used first.
+
+    A second run of a block must find the graph that its first run found.
+
+    Returns:
+        What undoes it.
+    """
+    _eval_frame._set_lru_cache(False)
+    return lambda: _eval_frame._set_lru_cache(True)
+
+
+def compiler_budget(fraction: float) -> Callable[[], None]:
+    """Set the budget of the compiler's partitioner, for every graph. Return what undoes it."""
+    import torch._functorch.config as found
+
+    config: Any = found
+    before = config.activation_memory_budget
+    config.activation_memory_budget = float(fraction)
+
+    def undo() -> None:
+        config.activation_memory_budget = before
+
+    return undo

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import actmem
+from tests.distributed.ranks import NUM_RANKS, Outcomes, assert_same, run
+from tests.distributed.ranks import train as train_on
 from tests.engine.cases import MODES, Operators, replayed
-
-NUM_RANKS = 2
 
 
 class Mlp(nn.Module):
@@ -52,35 +49,10 @@ def batch(rank: int) -> Tensor:
     return torch.randn(6, 8, generator=torch.Generator().manual_seed(10 + rank))
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    def local(t: Any) -> Tensor:
-        return t.to_local() if hasattr(t, "to_local") else t
-
-    return {n: None if p.grad is None else local(p.grad).clone() for n, p in model.named_parameters()}
-
-
 def train(
     model: nn.Module, rank: int, num_steps: int = 2, before: Callable[[int], Any] = lambda _: nullcontext()
 ) -> list[Any]:
-    found: list[Any] = []
-    for n in range(num_steps):
-        with before(n):
-            loss = model(batch(rank) * (n + 1)).square().sum()
-            loss.backward()
-        found.append((loss.detach(), gradients(model)))
-        if n % 2:
-            model.zero_grad()
-    return found
-
-
-def assert_same(plain: list[Any], managed: list[Any]) -> None:
-    for (loss, grads), (other_loss, other_grads) in zip(plain, managed, strict=True):
-        assert torch.equal(loss, other_loss)
-        assert grads.keys() == other_grads.keys()
-        assert any(g is not None and g.any() for g in grads.values())
-        for name, grad in grads.items():
-            other = other_grads[name]
-            assert (grad is None and other is None) or torch.equal(grad, other), name
+    return train_on(model, batch(rank), num_steps, before)
 
 
 # -------------------------------------------------------------------- FSDP
@@ -221,43 +193,18 @@ def ddp_no_sync(rank: int) -> None:
 
 # -------------------------------------------------------------------- running them
 
-CASES = {
-    f.__name__: f
-    for f in (
-        *(
-            fsdp_blocks,
-            fsdp_blocks_applied_first,
-            fsdp_unit_nested_in_a_block,
-            fsdp_unit_nested_in_a_block_applied_first,
-        ),
-        *(fsdp_with_bfloat16, all_reduce_in_a_function),
-        *(ddp, ddp_find_unused_parameters, ddp_static_graph, ddp_bucket_view, ddp_no_sync),
-    )
-}
-
-
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    for name, case in CASES.items():
-        store = dist.FileStore(f"{folder}/{name}.store", NUM_RANKS)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=20))
-        try:
-            case(rank)
-            text = ""
-        except Exception:  # noqa: BLE001  # whatever it is, the test of this case shows it
-            text = traceback.format_exc()
-        Path(folder, f"{name}.{rank}").write_text(text)
-        dist.destroy_process_group()
+CASES = (
+    *(fsdp_blocks, fsdp_blocks_applied_first, fsdp_unit_nested_in_a_block, fsdp_unit_nested_in_a_block_applied_first),
+    *(fsdp_with_bfloat16, all_reduce_in_a_function),
+    *(ddp, ddp_find_unused_parameters, ddp_static_graph, ddp_bucket_view, ddp_no_sync),
+)
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Run every case on two ranks, each in a group of its own, and return what each rank reports."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(worker, args=(str(folder),), nprocs=NUM_RANKS)
-    return {name: [(folder / f"{name}.{rank}").read_text() for rank in range(NUM_RANKS)] for name in CASES}
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return run(CASES, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks(name: str, outcomes: dict[str, list[str]]) -> None:
+@pytest.mark.parametrize("name", [c.__name__ for c in CASES])
+def test_two_ranks(name: str, outcomes: Outcomes) -> None:
     assert outcomes[name] == ["", ""], "\n".join(outcomes[name])

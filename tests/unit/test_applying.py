@@ -25,10 +25,10 @@ def step(model: nn.Module) -> Tensor:
 
 def test_the_plan_names_mode_blocks_rules_and_model() -> None:
     with actmem.apply(titan(), Full(every=2)) as applied:
-        assert applied.plan.mode == "Full(every=2, first=0)"
+        assert applied.plan.mode == "Full(every=2)"
         assert applied.plan.blocks == ("layers.0", "layers.1", "layers.2")
         assert applied.plan.rules == Full(every=2).rules()
-        assert repr(applied) == "<Applied Full(every=2, first=0) on 3 blocks>"
+        assert repr(applied) == "<Applied Full(every=2) on 3 blocks>"
 
 
 def test_a_plan_can_be_applied_as_it_is() -> None:

@@ -7,13 +7,24 @@ from syrupy.assertion import SnapshotAssertion
 
 from actmem import modes
 from actmem.errors import ModeError
-from actmem.modes import TARGETS, FromPlan, Full, Rules, SaveEverything, Selective, Targets, every_second
+from actmem.modes import TARGETS, CompilerBudget, FromPlan, Full, Rules, SaveEverything, Selective, Targets, every_second
 from actmem.plan import Plan, Rule, check_rules
 
 MODES = [
     SaveEverything(),
     Full(),
     Full(every=3, first=1),
+    Full(layers="-2:"),
+    Selective(
+        save=["attention"],
+        force_recompute=["moe.router.gate", "*.lora_*"],
+        save_sliding_window=False,
+        recompute_layer_types=["chunked_attention"],
+        min_bytes=1024,
+        every=2,
+    ),
+    Targets(["norm", "own:adapter"], layers=":4"),
+    CompilerBudget(0.5),
     Selective(save=["attention", every_second("matmul"), "aten::mm", "*.mlp::aten.mm"]),
     Targets(["norm", "mlp"]),
     Rules([Rule("offload", module="*.mlp", op="matmul", layers="0:24"), Rule("save")]),
@@ -71,6 +82,7 @@ def test_selective_saves_what_it_names_in_order_and_recomputes_the_rest() -> Non
         ]
     )
     assert mode.rules() == (
+        Rule("recompute", target="router", op="matmul"),
         Rule("save", op="attention"),
         Rule("save", op="matmul", nth="::2"),
         Rule("save", op="aten.mm"),
@@ -127,6 +139,18 @@ REFUSED = {
     "Rules([])": lambda: Rules([]),
     "Rules(Rule('save'))": lambda: Rules(Rule("save")),  # type: ignore[arg-type]
     "Rules([Rule('save', op='matmul')])": lambda: Rules([Rule("save", op="matmul")]),
+    "Full(layers='x')": lambda: Full(layers="x"),
+    "Full(layers=3)": lambda: Full(layers=3),  # type: ignore[arg-type]
+    "Full(every=2, layers=':4')": lambda: Full(every=2, layers=":4"),
+    "Targets(['norm'], every=0)": lambda: Targets(["norm"], every=0),
+    "Targets(['own:2'])": lambda: Targets(["own:2"]),
+    "Selective(force_recompute='gate')": lambda: Selective(save=["matmul"], force_recompute="gate"),
+    "Selective(force_recompute=[3])": lambda: Selective(save=["matmul"], force_recompute=[3]),  # type: ignore[list-item]
+    "Selective(save_sliding_window='no')": lambda: Selective(save=["matmul"], save_sliding_window="no"),  # type: ignore[arg-type]
+    "Selective(recompute_layer_types=[''])": lambda: Selective(save=["matmul"], recompute_layer_types=[""]),
+    "Selective(min_bytes=-1)": lambda: Selective(save=["matmul"], min_bytes=-1),
+    "CompilerBudget(2)": lambda: CompilerBudget(2),
+    "CompilerBudget('half')": lambda: CompilerBudget("half"),  # type: ignore[arg-type]
     "FromPlan('')": lambda: FromPlan(""),
     "FromPlan(3)": lambda: FromPlan(3),  # type: ignore[arg-type]
 }
@@ -142,3 +166,38 @@ def test_what_is_not_permitted_is_refused_with_its_repair(line: str, snapshot: S
 def test_modes_have_no_hidden_default_for_what_to_save() -> None:
     with pytest.raises(TypeError):
         Selective()  # type: ignore[call-arg]
+
+
+def test_selective_options_become_rules_in_front_of_what_is_saved() -> None:
+    mode = Selective(
+        save=[every_second("matmul")],
+        force_recompute=["moe.router.gate", "*.lora_A", "mlp"],
+        save_sliding_window=False,
+        recompute_layer_types=["chunked_attention"],
+        min_bytes=1024,
+        every=2,
+    )
+    assert mode.rules() == (
+        Rule("recompute", layers="0::2", layer_type="chunked_attention"),
+        Rule("recompute", layers="0::2", layer_type="sliding*", op="attention"),
+        Rule("recompute", layers="0::2", module="*.moe.router.gate", op="matmul"),
+        Rule("recompute", layers="0::2", module="*.lora_A", op="matmul"),
+        Rule("recompute", layers="0::2", target="mlp", op="matmul"),
+        Rule("save", layers="0::2", op="matmul", nth="::2", min_bytes=1024),
+        Rule("recompute", layers="0::2"),
+        Rule("save"),
+    )
+
+
+def test_a_target_named_twice_is_one() -> None:
+    assert Targets(["norm", "mlp", "norm"]) == Targets(["norm", "mlp"])
+
+
+def test_layers_that_are_not_chosen_save_everything() -> None:
+    assert Full(layers="-4:").rules() == (Rule("recompute", layers="-4:"), Rule("save"))
+    assert Targets(["norm"], layers=":2").rules() == (Rule("recompute", layers=":2", target="norm"), Rule("save"))
+    assert Selective(save=["matmul"], force_recompute=[], layers="1").rules() == (
+        Rule("save", layers="1", op="matmul"),
+        Rule("recompute", layers="1"),
+        Rule("save"),
+    )

@@ -88,8 +88,10 @@ def test_a_module_in_front_is_told_from_a_namespace(text: str, expected: tuple[s
 
 def test_groups_hold_operators_that_torch_has() -> None:
     members = {member for group in GROUPS.values() for member in group if not is_glob(member)}
-    assert members - TORCH_PACKETS - {"higher_order.flex_attention"} == set()
-    assert torch.ops.higher_order.flex_attention.name() == "flex_attention"
+    missing = members - TORCH_PACKETS
+    assert all(name.startswith("higher_order.") for name in missing)
+    for name in missing:  # higher-order operators are in no list, but can be had by name
+        assert getattr(torch.ops.higher_order, name.partition(".")[2]).name() == name.partition(".")[2]
 
 
 def test_the_attention_group_holds_every_forward_attention_operator_of_torch() -> None:
@@ -124,7 +126,8 @@ def test_every_collective_of_torch_is_in_the_collective_group() -> None:
 
 
 def test_no_operator_is_in_two_groups() -> None:
-    members = [member for group in GROUPS.values() for member in group]
+    kinds = {name: group for name, group in GROUPS.items() if name != "compute_intensive"}  # that one goes by cost
+    members = [member for group in kinds.values() for member in group]
     assert len(members) == len(set(members))
 
 

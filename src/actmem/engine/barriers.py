@@ -12,19 +12,47 @@ A trifle (`TRIFLE_BYTES`), such as the constant 0.0 that a mask is made from, is
 reads it: it is often gone before anything is saved, and its loss would be the loss of the whole chain.
 
 What is owed can be lost: its storage died, or was overwritten. Then the value itself is held.
+
+NOTE [ Collectives again ]
+Under `collectives="recompute"` the functional collectives (all-gather, reduce-scatter, all-reduce, broadcast) are
+recorded like any operator, and a replay issues them again and waits. If one rank did and another did not, both would
+hang. So nothing that differs between the ranks of a group may decide it. Assumed is that they run the same operators
+in the same order, as tensor and sequence parallel do; autograd then asks for the same values in the same order on each.
+How large the values between two collectives are may differ (uneven shards), so bytes decide nothing there:
+
+- An input that cannot be replayed from what is held is held itself if it is smaller than the result (an all-gather);
+  otherwise the collective is saved. That is for the collective alone to say, and its sizes are the same on each rank.
+- A saved value that was computed from such a result, and owes something besides, is held itself. `ACROSS` marks those.
+- The smallest cut is not looked for in a block that runs one: it goes by bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 from torch import Tensor
 
 from actmem.engine.values import Value
 
-__all__ = ["TRIFLE_BYTES", "owe", "settle"]
+__all__ = ["ACROSS", "TRIFLE_BYTES", "owe", "owes", "settle"]
 
 TRIFLE_BYTES = 64
+
+
+def _nothing() -> None:
+    return None
+
+
+ACROSS: tuple[Value, ...] = (Value(cast("Any", _nothing), None, 0, "collective"),)
+"""Stands among the debts of every value whose replay issues a collective again. Nobody can hold it, and need not."""
+
+
+def owes(value: Value) -> bool:
+    """Tell whether something must still be held before a value can be replayed."""
+    if value.held is not None:
+        return False
+    return value.node is None or any(v.held is None and v is not ACROSS[0] for v in value.debts or ())
 
 
 def owe(debts: tuple[Value, ...] | None, more: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -37,14 +65,18 @@ def owe(debts: tuple[Value, ...] | None, more: tuple[Value, ...]) -> tuple[Value
 def settle(value: Value, num_bytes: int, hold: Callable[[Value, Tensor], None], tensor: Tensor) -> None:
     """Hold what a recorded value owes, or the value itself: whichever is fewer bytes."""
     assert value.debts is not None
-    owed = [v for v in value.debts if v.held is None]
+    across = ACROSS[0] in value.debts
+    owed = [v for v in value.debts if v.held is None and v is not ACROSS[0]]
+    if across and not owed:
+        value.debts = ACROSS
+        return
     found: list[tuple[Value, Tensor]] = []
     for v in owed:
         alive = None if v.tensor is None else v.tensor()
         if alive is None or alive.untyped_storage() is not v.storage():  # gone, or its data was exchanged
             break
         found.append((v, alive))
-    if len(found) < len(owed) or sum(v.num_bytes for v in owed) > num_bytes:
+    if across or len(found) < len(owed) or sum(v.num_bytes for v in owed) > num_bytes:
         hold(value, tensor)
         value.node, value.why = None, "barrier"
         if value.row is not None:

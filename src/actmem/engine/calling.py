@@ -1,33 +1,26 @@
-"""Running an applied block: which way its forward goes, and the tape around it.
-
-NOTE [ How a block is applied ]
-The block's class is exchanged for a subclass of itself, made for this one instance, whose `forward` asks the `Script`
-what to do. Nothing is written to the instance: names, hooks, `state_dict` and the module tree stay as they are, and
-because the subclass reduces to its parent, a deepcopy or a pickle of an applied model is a plain one. `forward` lies
-inside the module's hooks, so that what FSDP gathers before and frees after it stays outside the tape.
-"""
+"""Running an applied block in eager: whether it needs an engine at all, which one, and the tape around it."""
 
 from __future__ import annotations
 
-import copyreg
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
 
+from actmem.engine.checkpoint import Family, run_checkpointed
 from actmem.engine.cutting import Cut, smallest_cut
-from actmem.engine.deciding import Verdicts
+from actmem.engine.following import Following
 from actmem.engine.observing import Observation
+from actmem.engine.operators import DESCRIBED
 from actmem.engine.replay import unpack
 from actmem.engine.tape import Tape
+from actmem.engine.tracing import Traced, Tracer
 from actmem.engine.trees import tensors
 from actmem.errors import UnsupportedError
-from actmem.torchcompat import functorch_transform, named_modules, outer_hooks, storage_key
+from actmem.torchcompat import functorch_transform, never_compile, outer_hooks, storage_key
 
-__all__ = ["Script", "applied_script", "install", "storages_of", "uninstall"]
+__all__ = ["Script", "local", "storages_of"]
 
 
 class Script:
@@ -36,22 +29,31 @@ class Script:
     def __init__(
         self,
         path: str,
-        verdicts: Verdicts,
+        family: Family,
         *,
+        engine: str,
         cuts: dict[Any, Cut | None],
         observed: Callable[[], None],
         state: Callable[[], frozenset[int]],
+        reissue: bool = False,
     ) -> None:
         self.path = path
-        self.verdicts = verdicts
+        self.family = family
+        self.verdicts = family.verdicts
+        self.engine = engine
+        """Which engine runs in eager: "tape", "checkpoint", or "none", where only a compiled graph can do it."""
         self.num_checked = 1
         """How many of the next calls are observed, and check each replay against a checksum."""
         self.idle = False
         """Nothing is left to do: the plan saves everything here, and the report has seen it."""
         self.num_idle_calls = 0
         """Calls with gradients on that were left alone because the block was in eval mode."""
+        self.num_without_gradient = 0
+        """Calls through which no gradient flows: nothing that they take, and no parameter, needs one."""
         self.observation: Observation | None = None
-        """The latest call that was observed."""
+        """The latest call of the tape that was observed."""
+        self.decisions: list[Traced] | None = None
+        """What the plan said at every operator of the latest call that was observed."""
         self.active = True
         self._observed = observed
         """Called after each observed forward."""
@@ -59,13 +61,19 @@ class Script:
         """Returns the storages of the model's parameters and buffers."""
         self._cuts = cuts
         """The smallest cuts of the programs seen so far, shared by all blocks."""
+        self._reissue = reissue
+        """Functional collectives may run again."""
         self._cut: Cut | None = None
         self._cut_shapes: Any = None
         """The shapes of the arguments for which the cut is the smallest: for others it may hold more than plain."""
         self._nested: frozenset[int] = frozenset()
 
+    @never_compile
     def run(self, block: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the block's own forward, under a tape if this call needs one."""
+        """Run the block's own forward, under an engine if this call needs one.
+
+        Where Dynamo gave the block up, it must keep out of what is inside, too: the tape could not see into it.
+        """
         if not self.active or self.idle:
             return forward(block, *args, **kwargs)
         if not block.training:
@@ -73,8 +81,11 @@ class Script:
             return forward(block, *args, **kwargs)
         inputs = list(tensors(args, kwargs))
         if not any(t.requires_grad for t in inputs) and not any(p.requires_grad for p in block.parameters()):
+            self.num_without_gradient += 1
             return forward(block, *args, **kwargs)
-        self._refuse()
+        self._refuse(kwargs)
+        if self.engine == "checkpoint":
+            return self._run_twice(block, forward, args, kwargs)
         if not self.num_checked:
             return self._record(block, forward, args, kwargs, inputs, None)
         self.num_checked -= 1
@@ -95,17 +106,21 @@ class Script:
         inputs: list[Tensor],
         observation: Observation | None,
     ) -> Any:
+        tracer = None if observation is None else Tracer(self.verdicts)
+        if tracer is not None:
+            self.decisions = tracer.rows
         tape = Tape(
-            self.verdicts,
+            tracer or self.verdicts,
             observation,
             inputs=inputs,
             trainable=lambda: _trainable_storages(block),
             cut=self._cut if self._cut is not None and self._cut_fits(inputs) else None,
+            reissue=self._reissue,
         )
         try:
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
                 if observation is not None or self._nested or self.verdicts.follows_modules:
-                    with _Following(tape, block, self._nested), tape:
+                    with Following(tape, block, self._nested), tape:
                         return forward(block, *args, **kwargs)
                 with tape:
                     return forward(block, *args, **kwargs)
@@ -116,9 +131,21 @@ class Script:
         finally:
             tape.close()
 
+    def _run_twice(self, block: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Run under torch's checkpoint, which runs the forward a second time in the backward pass."""
+        if self.verdicts.keeps_everything:
+            return forward(block, *args, **kwargs)
+        observed = self.num_checked > 0
+        if observed:
+            self.num_checked, self.decisions = self.num_checked - 1, []
+        out = run_checkpointed(self.family, forward, block, args, kwargs, self.decisions if observed else None)
+        if observed:
+            self._observed()
+        return out
+
     def _cut_program(self, observation: Observation, inputs: list[Tensor]) -> None:
         """Find the smallest cut of what ran. If there is one, the next call is observed too: it will hold less."""
-        if self._cut is None:
+        if self._cut is None and not (self._reissue and _communicates(observation.funcs)):
             self._cut_shapes = _shapes(inputs)
             key = observation.signature()
             if key not in self._cuts:
@@ -132,14 +159,28 @@ class Script:
         # A checkpoint around the block counts what is saved, and wants the same number when it runs the block again.
         return self._cut_shapes == _shapes(inputs) and outer_hooks() is None
 
-    def _refuse(self) -> None:
-        if torch.compiler.is_compiling():
+    def _refuse(self, kwargs: dict[str, Any]) -> None:
+        if self.engine == "none":
             raise UnsupportedError(
-                f"{self.path} is being compiled by torch.compile, and the tape records eager operators only. Compile "
-                "functions inside the block, or call applied.remove() before compiling."
+                f"{self.path} runs in eager, and CompilerBudget is a setting of torch.compile that does nothing there. "
+                "Compile the model: model.compile(), or choose a mode of actmem's own, such as actmem.Full()."
             )
         if functorch_transform() == "Grad":
             raise UnsupportedError(_functorch_message(self.path, "around"))
+        if self.engine == "checkpoint":
+            for name in ("past_key_values", "past_key_value", "cache_params"):
+                if kwargs.get(name) is not None:
+                    raise UnsupportedError(
+                        f"{self.path} is given {name}, a cache that its forward writes to, and torch's checkpoint "
+                        "would run that forward twice. Leave engine='checkpoint' out (the tape runs it once), or call "
+                        "the model with use_cache=False."
+                    )
+
+
+def _communicates(funcs: list[Any]) -> bool:
+    """Tell whether a program runs a collective that a replay may issue again."""
+    found = (DESCRIBED.get(id(f)) for f in funcs)
+    return any(operator is not None and operator.reissued for operator in found)
 
 
 def _trainable_storages(block: nn.Module) -> frozenset[int]:
@@ -158,98 +199,6 @@ def _functorch_message(path: str, where: str) -> str:
     )
 
 
-# -------------------------------------------------------------------- the class exchange
-
-
-def install(block: nn.Module, script: Script) -> None:
-    """Change the class of `block` so that its forward asks `script`. See NOTE [ How a block is applied ]."""
-    original: Any = type(block)
-    plain, run, is_grad_enabled = original.forward, script.run, torch.is_grad_enabled
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_grad_enabled():
-            return run(self, plain, args, kwargs)
-        return plain(self, *args, **kwargs)
-
-    def reduce(self: nn.Module, _protocol: Any) -> Any:
-        # As object.__reduce_ex__ does it, but for the parent class. (pickle refuses its usual `__newobj__` for another
-        # class.)
-        again: Any = getattr(copyreg, "_reconstructor")  # noqa: B009 - private, but what every old pickle names
-        state: Any = self.__getstate__()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType, reportUnknownMemberType]
-        return again, (original, object, None), state
-
-    forward.__doc__ = original.forward.__doc__
-    forward.__wrapped__ = original.forward  # pyright: ignore[reportFunctionMemberAccess] # inspect.signature follows it
-    names = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "forward": forward,
-        "__reduce_ex__": reduce,
-        "_actmem_script": script,
-        "_actmem_original": original,
-    }
-    block.__class__ = type(original.__name__, (original,), names)
-
-
-def applied_script(block: nn.Module) -> Script | None:
-    """Return the script of an applied block, or None."""
-    script: Script | None = getattr(type(block), "_actmem_script", None)
-    return script if script is not None and script.active else None
-
-
-def uninstall(block: nn.Module, script: Script) -> None:
-    """Change the class of `block` back.
-
-    Where another library subclassed it since, as FSDP does, what was put in is made to do nothing instead.
-    """
-    script.active = False
-    if vars(type(block)).get("_actmem_script") is script:
-        block.__class__ = vars(type(block))["_actmem_original"]
-
-
-# -------------------------------------------------------------------- following modules
-
-_current = threading.local()
-
-
-class _Following:
-    """Keep `tape.address` at the path of the module that runs, while entered."""
-
-    def __init__(self, tape: Tape, block: nn.Module, nested: frozenset[int]) -> None:
-        self._tape = tape
-        self._paths = {id(m): name for name, m in named_modules(block)}
-        self._nested = nested
-        self._stack: list[str] = []
-        self._handles: list[Any] = []
-        self._outer: Tape | None = None
-
-    def __enter__(self) -> None:
-        self._outer = getattr(_current, "tape", None)
-        _current.tape = self._tape
-        self._handles = [
-            module_hooks.register_module_forward_pre_hook(self._before),
-            module_hooks.register_module_forward_hook(self._after, always_call=True),
-        ]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        _current.tape = self._outer
-
-    def _before(self, module: nn.Module, _: Any) -> None:
-        if getattr(_current, "tape", None) is self._tape:  # hooks are global; other threads run modules too
-            self._stack.append(self._tape.address)
-            self._tape.address = self._paths.get(id(module), self._tape.address)
-
-    def _after(self, module: nn.Module, _: Any, out: Any) -> None:
-        if getattr(_current, "tape", None) is self._tape and self._stack:
-            if id(module) in self._nested:
-                self._tape.keep_outputs(out)
-            self._tape.address = self._stack.pop()
-
-
 def _fsdp_units(block: nn.Module) -> frozenset[int]:
     """Return the modules inside the block that FSDP shards on their own."""
     fsdp: Any = getattr(torch.distributed, "fsdp", None)
@@ -259,6 +208,11 @@ def _fsdp_units(block: nn.Module) -> frozenset[int]:
         k for k in (getattr(fsdp, "FSDPModule", None), getattr(fsdp, "FullyShardedDataParallel", None)) if k is not None
     )
     return frozenset(id(m) for m in block.modules() if m is not block and isinstance(m, kinds))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a distributed tensor that lies on this rank, or the tensor itself if it is none."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def storages_of(items: list[Tensor]) -> set[int]:

@@ -14,25 +14,39 @@ from actmem import ops
 from actmem.engine.operators import Operator
 from actmem.engine.trees import tensors
 from actmem.plan import Rule, Slices
+from actmem.torchcompat import compute_intensive
 
 __all__ = ["Verdicts", "resolve"]
 
 
+TARGET_OPERATORS = {"moe_act": "pointwise"}
+"""Targets that are not all of a module, but the operators of one group in it."""
+
+KERNEL_OUTSIDE = frozenset({"attn_proj"})
+"""Targets that are attention modules without the attention kernel itself."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Resolved:
-    """A rule as it stands in one block: the layer question answered, modules listed by path."""
+    """A rule as it stands in one block: questions about the layer answered, modules listed by path."""
 
     why: str
     """"save" to keep, "" to recompute."""
-    op: str | None
+    ops: tuple[str, ...]
+    """Selectors of operators that must all match."""
     modules: frozenset[str] | None
     nth: Slices | None
     min_bytes: int
     index: int
+    target: str | None
 
     @property
     def static(self) -> bool:
         return self.modules is None and self.nth is None and not self.min_bytes
+
+    def covers(self, operator: Operator) -> bool:
+        """Tell whether all that the rule says of operators is true of this one."""
+        return all(_is_selected(op, operator) for op in self.ops)
 
 
 class Verdicts:
@@ -44,12 +58,13 @@ class Verdicts:
         """Paths of the attention modules: where attention runs unfused, it is found there."""
         self.known: dict[Operator, str] = {}
         """Operator -> "save" or "" (recompute), for operators whose decision never depends on anything else."""
-        self._candidates: dict[str, tuple[tuple[_Resolved, bool], ...]] = {}
-        """Operator name -> the rules that may match it, in order, and whether only as the second product of
-        attention."""
+        self._candidates: dict[str, tuple[tuple[_Resolved, str], ...]] = {}
+        """Operator name -> the rules that may match it, in order, and which part of attention it must be for that."""
         self._selected: dict[tuple[int, int], bool] = {}
         self.matched: set[int] = set()
         """Indices of the plan's rules that decided at least one operator."""
+        self.latest = -1
+        """Index of the rule that decided last."""
         self.unfused = False
         """Attention was seen to run unfused: modules must be followed."""
 
@@ -63,6 +78,16 @@ class Verdicts:
         """Tell whether no rule that can match here recomputes."""
         return all(r.why for r in self._rules)
 
+    @property
+    def recomputes_everything(self) -> bool:
+        """Tell whether no rule that can match here saves."""
+        return not any(r.why for r in self._rules)
+
+    @property
+    def key(self) -> Any:
+        """What is equal for two blocks of one class if the plan says the same for both."""
+        return self._rules, self._attention
+
     def new_counts(self) -> dict[Any, int]:
         """Return the counters of one block call."""
         return {}
@@ -74,9 +99,11 @@ class Verdicts:
             candidates = self._candidates[operator.name] = self._find(operator)
             if len(candidates) == 1 and not operator.declared:
                 self.known[operator] = candidates[0][0].why
-        second = self._is_second_product(address, counts) if any(asks for _, asks in candidates) else False
+        place = self._place(operator, address, counts) if any(asks for _, asks in candidates) else _NOWHERE
         for rule, asks in candidates:
-            if (asks and not second) or (rule.modules is not None and not _under(address, rule.modules)):
+            if asks and not _fits(asks, place):
+                continue
+            if rule.modules is not None and not _under(address, rule.modules):
                 continue
             if rule.min_bytes and sum(t.nbytes for t in tensors(out)) < rule.min_bytes:
                 continue
@@ -86,19 +113,32 @@ class Verdicts:
                 if not self._selects(rule, count):
                     continue
             self.matched.add(rule.index)
+            self.latest = rule.index
             return rule.why
         raise AssertionError("a plan ends with a rule without selectors")
 
-    def _find(self, operator: Operator) -> tuple[tuple[_Resolved, bool], ...]:
-        """List the rules that may match an operator, up to the first that surely does."""
-        found: list[tuple[_Resolved, bool]] = []
+    def targets_of(self, operator: Operator, address: str, counts: dict[Any, int]) -> tuple[int, ...]:
+        """List the rules whose target this call belongs to, whichever of them decided. Asked after `decide`."""
+        found: list[int] = []
         for rule in self._rules:
-            if rule.op is None or ops.matches(rule.op, operator.packet, operator.overload):
-                found.append((rule, False))
+            if rule.target is None or rule.modules is None or not rule.covers(operator):
+                continue
+            if rule.target in KERNEL_OUTSIDE and not _fits(_OUTSIDE, counts.get(_PLACE, _NOWHERE)):
+                continue
+            if _under(address, rule.modules):
+                found.append(rule.index)
+        return tuple(found)
+
+    def _find(self, operator: Operator) -> tuple[tuple[_Resolved, str], ...]:
+        """List the rules that may match an operator, up to the first that surely does."""
+        found: list[tuple[_Resolved, str]] = []
+        for rule in self._rules:
+            if rule.covers(operator):
+                found.append((rule, _OUTSIDE if rule.target in KERNEL_OUTSIDE else ""))
                 if rule.static:
                     break
-            elif rule.op == "attention" and self._attention and operator.packet in ops.GROUPS["batched_matmul"]:
-                found.append((rule, True))
+            elif rule.ops == ("attention",) and self._attention and operator.packet in ops.GROUPS["batched_matmul"]:
+                found.append((rule, _RESULT))
         return tuple(found)
 
     def _selects(self, rule: _Resolved, count: int) -> bool:
@@ -108,19 +148,53 @@ class Verdicts:
             found = self._selected[rule.index, count] = rule.nth.contains(count)
         return found
 
-    def _is_second_product(self, address: str, counts: dict[Any, int]) -> bool:
-        """Tell whether a batched product is that of weights and values, in attention that runs unfused."""
-        for path in self._attention:
-            if _inside(address, path):
-                self.unfused = True
-                count = counts.get(path, 0)
-                counts[path] = count + 1
-                return count % 2 == 1
-        return False
+    def _place(self, operator: Operator, address: str, counts: dict[Any, int]) -> int:
+        """Say what part of attention a call is, and note it in `counts`.
+
+        A fused kernel is one operator. Unfused attention is what lies between two batched products in an attention
+        module: scores, mask, softmax, dropout, and the product of weights and values, which is its result.
+        """
+        place = _NOWHERE
+        if operator.packet in ops.GROUPS["attention"]:
+            place = _IN_KERNEL
+        else:
+            for path in self._attention:
+                if _inside(address, path):
+                    num_products = counts.get(path, 0)
+                    if operator.packet in ops.GROUPS["batched_matmul"]:
+                        self.unfused = True
+                        counts[path] = num_products + 1
+                        place = _KERNEL_RESULT if num_products % 2 else _IN_KERNEL
+                    elif num_products % 2:
+                        place = _IN_KERNEL
+                    break
+        counts[_PLACE] = place
+        return place
+
+
+_PLACE = "place in attention"
+_NOWHERE, _IN_KERNEL, _KERNEL_RESULT = 0, 1, 2
+_RESULT, _OUTSIDE = "the result of attention", "outside the kernel"
+
+
+def _fits(asked: str, place: int) -> bool:
+    return place == (_KERNEL_RESULT if asked == _RESULT else _NOWHERE)
+
+
+def _is_selected(op: str, operator: Operator) -> bool:
+    if op == "compute_intensive":
+        return operator.packet in (compute_intensive() or ops.GROUPS[op])
+    return ops.matches(op, operator.packet, operator.overload)
 
 
 def resolve(
-    rules: tuple[Rule, ...], *, layer: int, num_layers: int, modules: dict[str, str], roles: dict[str, tuple[str, ...]]
+    rules: tuple[Rule, ...],
+    *,
+    layer: int,
+    num_layers: int,
+    modules: dict[str, str],
+    roles: dict[str, tuple[str, ...]],
+    layer_type: str | None = None,
 ) -> Verdicts:
     """Resolve a plan's rules for one block.
 
@@ -130,10 +204,13 @@ def resolve(
         num_layers: how many blocks there are.
         modules: relative path -> full path of every module in the block, the block itself as "".
         roles: target name -> relative paths of the modules in that role.
+        layer_type: what the model calls the type of this block, if it does.
     """
     resolved: list[_Resolved] = []
     for index, rule in enumerate(rules):
         if rule.layers is not None and not Slices.parse(rule.layers).contains(layer, num_layers):
+            continue
+        if rule.layer_type is not None and not fnmatch.fnmatchcase(layer_type or "", rule.layer_type):
             continue
         where: frozenset[str] | None = None
         if rule.module is not None:
@@ -145,11 +222,19 @@ def resolve(
             where = found if where is None else frozenset(p for p in modules if _under(p, where) and _under(p, found))
         if where is not None and not where:
             continue
-        nth = None if rule.nth is None else Slices.parse(rule.nth)
+        selectors = (rule.op, TARGET_OPERATORS.get(rule.target or ""))
         resolved.append(
-            _Resolved("" if rule.decision == "recompute" else "save", rule.op, where, nth, rule.min_bytes, index)
+            _Resolved(
+                why="" if rule.decision == "recompute" else "save",
+                ops=tuple(op for op in selectors if op is not None),
+                modules=where,
+                nth=None if rule.nth is None else Slices.parse(rule.nth),
+                min_bytes=rule.min_bytes,
+                index=index,
+                target=rule.target,
+            )
         )
-        if resolved[-1].op is None and resolved[-1].static:
+        if not resolved[-1].ops and resolved[-1].static:
             break
     return Verdicts(tuple(resolved), frozenset(roles.get("attention", ())))
 

@@ -7,7 +7,8 @@ reason (`REASONS`), and the tape treats what they wrote as given (see NOTE [ Bar
 - *uninitialised*, *constant*: a storage that was born with nothing, or one constant, in it is where a kernel that the
   tape cannot see (Triton, numpy, pybind) puts its result. Nobody can say what is in it, until a recorded operator
   overwrites all of it.
-- *collective*: another rank would have to take part a second time.
+- *collective*: another rank would have to take part a second time. Those of `_REISSUED` may run again where that is
+  asked for (NOTE [ Collectives again ] in `barriers.py`).
 - *routing*: a tie may break the other way, and every shape behind it would change.
 - *opaque*: higher-order and custom operators may do what their schema does not say.
 - *recurrent*: fused recurrent kernels keep a workspace that no schema describes.
@@ -51,6 +52,10 @@ _TRUSTED = frozenset({"aten", "prims"})
 _COLLECTIVE = frozenset(
     {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "fsdp"}
 )
+_REISSUED = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast"})
+"""Functional collectives that may run again on request: they write nothing, and every rank gives as many bytes as the
+others. `all_to_all_single` is not among them: how much it moves is each rank's own affair."""
+
 _UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "resize"}
 )
@@ -169,6 +174,7 @@ class Operator:
 
     __slots__ = (
         "accumulate",
+        "again",
         "declared",
         "dropout",
         "fills_saved",
@@ -184,6 +190,7 @@ class Operator:
         "packet",
         "plain",
         "random",
+        "reissued",
         "seeded",
         "statistics",
         "transfers",
@@ -193,6 +200,10 @@ class Operator:
 
     def __init__(self, func: Any, declared: str | None = None) -> None:
         self.func = func
+        self.again = func
+        """What a replay calls."""
+        self.reissued = False
+        """A collective that may run again where that is asked for."""
         self.declared = declared is not None
         """A Python function that was declared pure, by `actmem.replayable`."""
         self.view: bool | int = False
@@ -260,7 +271,12 @@ class Operator:
             for i, a in enumerate(schema.arguments)
             if (a.alias_info is not None and a.alias_info.is_write) or a.name in undeclared
         )
+        if self.name == "_c10d_functional.wait_tensor.default":
+            self.view = True  # it returns what it is given, when that has arrived
+            return
         if namespace in _COLLECTIVE:
+            if namespace == "_c10d_functional" and base in _REISSUED:
+                self.reissued, self.again = True, _Waited(self.func)
             # Their schemas do not say what they write: everything they are given.
             self.never = "collective"
             self.writes = (
@@ -360,6 +376,16 @@ class Operator:
 
     def __repr__(self) -> str:
         return f"Operator({self.name})"
+
+
+class _Waited:
+    """Run a functional collective, and return when its result has arrived."""
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.ops._c10d_functional.wait_tensor(self.func(*args, **kwargs))
 
 
 def _argument(where: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any], default: Any) -> Any:

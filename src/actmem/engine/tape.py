@@ -36,6 +36,7 @@ from actmem.engine.deciding import Verdicts
 from actmem.engine.holding import Holdings, preserve, storage_of
 from actmem.engine.observing import Observation
 from actmem.engine.operators import DESCRIBED, Operator, describe
+from actmem.engine.tracing import Tracer
 from actmem.engine.trees import put_together, take_apart, tensors
 from actmem.engine.values import KEPT, UNCHECKED, Boxed, Node, Value, geometry
 from actmem.engine.writing import Write, written_by
@@ -100,12 +101,13 @@ class Tape(Holdings, TorchDispatchMode):
 
     def __init__(
         self,
-        verdicts: Verdicts,
+        verdicts: Verdicts | Tracer,
         observation: Observation | None,
         *,
         inputs: list[Tensor],
         trainable: Any,
         cut: Cut | None = None,
+        reissue: bool = False,
     ) -> None:
         TorchDispatchMode.__init__(self)  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
         Holdings.__init__(self, inputs, trainable, observation)
@@ -119,6 +121,8 @@ class Tape(Holdings, TorchDispatchMode):
         self._recent: list[Handle] = []
         """Handles of tensors without history that autograd saved since the last operator: the next may be filling
         them."""
+        self._reissue = reissue
+        """Functional collectives may run again. See NOTE [ Collectives again ] in `barriers.py`."""
         self._cut = cut
         self._index = 0
         self._dtype = torch.get_default_dtype()
@@ -233,6 +237,9 @@ class Tape(Holdings, TorchDispatchMode):
         if keep is None:
             keep = self._verdicts.decide(operator, self.address, self._counts, writes[0].tensor if writes else None)
         forbidden = operator.forbids(args, kwargs, next(tensors(args), None))
+        again = operator.reissued and self._reissue and not keep
+        if again:
+            forbidden = None
         if self._numbered and (cut := self._in_cut(func)):
             keep, forbidden = cut, None
         if _default_dtype() is not self._dtype and forbidden is None:
@@ -253,6 +260,8 @@ class Tape(Holdings, TorchDispatchMode):
             node = self._node(operator, tuple(None if i in unread else a for i, a in enumerate(args)), kwargs)
             node.state = state
             node.overwrite([(w.where, w.item, w.tensor, w.whole) for w in writes if w.where not in unread])
+            if again and not self._anchor(operator, node, args[0]):
+                node, forbidden, again = None, "collective", False
         self._leave_behind(writes, fills_saved=operator.fills_saved)
         if any(w.item >= 0 for w in writes):
             # An operator on a list counts the versions inside, where a dispatch mode makes torch leave that out.
@@ -265,7 +274,25 @@ class Tape(Holdings, TorchDispatchMode):
             self._record_uninitialised(operator, args, kwargs, out)
         else:
             self._record_outputs(operator, node, out, forbidden or keep, made)
+        if again and node is not None and (value := self._lookup(out)) is not None:
+            value.debts = barriers.ACROSS
         return out
+
+    def _anchor(self, operator: Operator, node: Node, given: Tensor) -> bool:
+        """Make sure that a collective can be issued again; False if it had better be saved.
+
+        See NOTE [ Collectives again ] in `barriers.py`.
+        """
+        value: Any = node.refs[0][2]
+        if not barriers.owes(value):
+            return True
+        if operator.packet != "_c10d_functional.all_gather_into_tensor":
+            return False
+        if value.node is None:
+            self._hold(value, given, alias_in_handler)
+        else:
+            barriers.settle(value, given.untyped_storage().nbytes(), self._hold_owed_in_handler, given)
+        return True
 
     def _leave_behind(self, writes: list[Write], *, fills_saved: bool) -> None:
         """Take leave of the versions that an operator is about to overwrite."""
@@ -390,7 +417,7 @@ class Tape(Holdings, TorchDispatchMode):
                 plain[i] = None
             elif type(a) is list or type(a) is tuple:
                 plain[i] = self._refer_list(i, a, refs)
-        node = Node(operator.func, plain, self._refer_kwargs(kwargs, refs) if kwargs else None, refs)
+        node = Node(operator.again, plain, self._refer_kwargs(kwargs, refs) if kwargs else None, refs)
         if operator.numerics:
             node.flags = numerics()
         return node
@@ -473,7 +500,13 @@ class Tape(Holdings, TorchDispatchMode):
     def _hold_owed(self, value: Value, tensor: Tensor) -> None:
         self._hold(value, tensor, alias)
 
+    def _hold_owed_in_handler(self, value: Value, tensor: Tensor) -> None:
+        self._hold(value, tensor, alias_in_handler)
+
     def _pack_wrapper(self, tensor: Tensor) -> Flattened:
+        wait: Any = getattr(tensor, "trigger_wait", None)
+        if wait is not None and (self.observation is not None or self._outer is not None):
+            wait()  # a collective that is still under way, and somebody is about to read its bytes
         flatten: Any = getattr(tensor, "__tensor_flatten__")  # noqa: B009 - only wrapper subclasses have it
         names, context = flatten()
         inner: dict[str, Any] = {}

@@ -3,7 +3,20 @@
 What lives here: turning observations into tables. What must not: anything that looks at a model or changes one.
 """
 
+from actmem.report.compiled import CompiledGraph, compiled_graphs
 from actmem.report.summary import KindReport, Report, ReportRow, summarise
 from actmem.report.text import render
+from actmem.report.trace import BlockTrace, Trace, gather
 
-__all__ = ["KindReport", "Report", "ReportRow", "render", "summarise"]
+__all__ = [
+    "BlockTrace",
+    "CompiledGraph",
+    "KindReport",
+    "Report",
+    "ReportRow",
+    "Trace",
+    "compiled_graphs",
+    "gather",
+    "render",
+    "summarise",
+]

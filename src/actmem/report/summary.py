@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from actmem import ops
 from actmem.engine.observing import Observation, Row
 from actmem.engine.operators import REASONS
 from actmem.plan import Plan
+from actmem.report.compiled import CompiledGraph
 
 __all__ = ["KindReport", "Report", "ReportRow", "summarise"]
 
@@ -36,6 +38,8 @@ class ReportRow:
     """Plain autograd would have held it. If not, it is held because a replay starts from it."""
     replayed: int
     """How often an operator ran again to make them, in the observed step."""
+    collective: bool = False
+    """A collective made it, or it is held because one stands before it that is not run again."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,10 @@ class Report:
     unmatched: tuple[str, ...]
     """Rules that decided nothing in this model."""
     notes: tuple[str, ...]
+    compiled: tuple[CompiledGraph, ...] = ()
+    """What torch.compile made of the blocks that it took in."""
+    checkpointed: tuple[str, ...] = ()
+    """Blocks that torch's own checkpoint ran, in eager."""
 
     def _total(self, *decisions: str, by_autograd: bool | None = None) -> int:
         return sum(k.num_blocks * k.bytes_of(*decisions, by_autograd=by_autograd) for k in self.kinds)
@@ -112,6 +120,20 @@ class Report:
         return dict(found)
 
     @property
+    def collective_bytes(self) -> dict[str, int]:
+        """What collectives made, and what is held because they are not run again, by decision.
+
+        "never" and "save" are held. "recompute" is communicated again in the backward pass, and so is "replayed", which
+        other replays need on their way.
+        """
+        found: Counter[str] = Counter()
+        for kind in self.kinds:
+            for row in kind.rows:
+                if row.collective:
+                    found[row.decision] += kind.num_blocks * row.num_bytes * row.count
+        return dict(found)
+
+    @property
     def num_replayed(self) -> int:
         """How many values were made again by a replay, over all blocks."""
         return sum(k.num_blocks * r.replayed for k in self.kinds for r in k.rows)
@@ -128,22 +150,26 @@ def summarise(
     *,
     matched: set[int],
     notes: Sequence[str] = (),
+    compiled: tuple[CompiledGraph, ...] = (),
+    checkpointed: Sequence[str] = (),
 ) -> Report:
     """Fold observations, given as (path, kind, observation) in the order of the blocks, into a report."""
     folded: dict[tuple[str, tuple[ReportRow, ...]], list[str]] = {}
     unobserved: list[str] = []
+    elsewhere = {*checkpointed, *(path for graph in compiled for path in (*graph.blocks, *graph.shared_with))}
     for path, kind, observation in observed:
         if observation is None:
-            unobserved.append(path)
+            if path not in elsewhere:
+                unobserved.append(path)
         else:
             folded.setdefault((kind, _rows(observation.rows)), []).append(path)
     kinds = tuple(KindReport(kind, tuple(paths), rows) for (kind, rows), paths in folded.items())
     silent = (
         tuple(repr(r) for i, r in enumerate(plan.rules) if i not in matched and not r.is_default)
-        if kinds and not unobserved
+        if (kinds or elsewhere) and not unobserved
         else ()
     )
-    return Report(plan, kinds, tuple(unobserved), silent, tuple(notes))
+    return Report(plan, kinds, tuple(unobserved), silent, tuple(notes), compiled, tuple(checkpointed))
 
 
 _OPAQUE = ("opaque", "unseen", "uninitialised")
@@ -168,9 +194,15 @@ def _rows(rows: list[Row]) -> tuple[ReportRow, ...]:
             opaque=never and (r.cause or r.why) in _OPAQUE,
             by_autograd=r.saved,
             replayed=0,
+            collective=ops.matches("collective", *_packet(r.op)) or (never and (r.cause or r.why) == "collective"),
         )
         groups.setdefault(row, []).append(r.replayed)
     return tuple(replace(row, count=len(replayed), replayed=sum(replayed)) for row, replayed in groups.items())
+
+
+def _packet(op: str) -> tuple[str, str]:
+    packet, _, overload = op.rpartition(".")
+    return packet, overload
 
 
 def _decision(row: Row) -> str:

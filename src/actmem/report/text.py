@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from actmem.report.compiled import CompiledGraph
     from actmem.report.summary import KindReport, Report
 
-__all__ = ["render", "size"]
+__all__ = ["paths_of", "render", "size"]
 
 
 def size(num_bytes: int) -> str:
@@ -44,6 +45,24 @@ def render(report: Report, *, width: int = 140) -> str:
             f"never replayed {size(report.never_replayed_bytes)}, {report.num_replayed} values replayed.",
             markup=False,
         )
+    for graph in report.compiled:
+        console.print()
+        console.print(_graph_table(graph))
+        console.print(_graph_line(graph), markup=False)
+    if report.checkpointed:
+        console.print(
+            f"run by torch's checkpoint, which runs their code twice: {paths_of(report.checkpointed)}. What it holds "
+            "is seen by actmem.measure.",
+            markup=False,
+        )
+    collectives = report.collective_bytes
+    if collectives:
+        again = sum(collectives.get(d, 0) for d in ("recompute", "replayed"))
+        console.print(
+            f"made by collectives: {size(sum(collectives.values()) - again)} held, {size(again)} communicated again in "
+            "the backward pass.",
+            markup=False,
+        )
     for module, num_bytes in report.opaque_bytes.items():
         console.print(
             f"held because {module} runs a kernel that the tape cannot see: {size(num_bytes)}. If the function "
@@ -55,7 +74,8 @@ def render(report: Report, *, width: int = 140) -> str:
         console.print(f"matched nothing in this model: {rule}", markup=False)
     if report.unobserved:
         console.print(
-            f"not run yet: {_paths(report.unobserved)}. Run a training step, then print the report again.", markup=False
+            f"not run yet: {paths_of(report.unobserved)}. Run a training step, then print the report again.",
+            markup=False,
         )
     for note in report.notes:
         console.print(note, markup=False)
@@ -63,7 +83,7 @@ def render(report: Report, *, width: int = 140) -> str:
 
 
 def _table(kind: KindReport) -> Table:
-    table = Table(title=f"{_paths(kind.paths)}: {kind.kind}", title_justify="left", show_edge=False)
+    table = Table(title=f"{paths_of(kind.paths)}: {kind.kind}", title_justify="left", show_edge=False)
     for name, justify in (("module", "left"), ("operator", "left"), ("shape", "left"), ("dtype", "left")):
         table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
     for name in ("bytes", "count", "replayed"):
@@ -90,6 +110,43 @@ def _table(kind: KindReport) -> Table:
     return table
 
 
-def _paths(paths: tuple[str, ...]) -> str:
+def _graph_table(graph: CompiledGraph) -> Table:
+    also = f", which serves {paths_of(graph.shared_with)} too" if graph.shared_with else ""
+    table = Table(
+        title=f"{paths_of(graph.blocks) if graph.blocks else 'no block'}: a compiled graph{also}",
+        title_justify="left",
+        show_edge=False,
+    )
+    for name in ("module", "operator", "shape", "dtype", "bytes", "count", "the plan says"):
+        table.add_column(name, justify="right" if name in ("bytes", "count") else "left")
+    for kept, count in graph.saved:
+        table.add_row(
+            kept.module or ".",
+            kept.op,
+            str(list(kept.shape)),
+            kept.dtype,
+            size(kept.num_bytes),
+            str(count),
+            kept.asked or "(outside the blocks)",
+        )
+    return table
+
+
+def _graph_line(graph: CompiledGraph) -> str:
+    asked = graph.num_asked.get("save", 0)
+    line = (
+        f"the partitioner saves {size(graph.saved_bytes)}. The plan asked to save what {asked} operators make; "
+        f"{graph.num_asked_and_saved} of these are held, the others no backward step needs."
+    )
+    if graph.against_plan_bytes:
+        line += (
+            f" {size(graph.against_plan_bytes)} are held although the plan says recompute: where a block begins or "
+            "ends, the partitioner decides."
+        )
+    return line
+
+
+def paths_of(paths: tuple[str, ...]) -> str:
+    """Name some blocks in a few words."""
     paths = tuple(p or "the model" for p in paths)
     return paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)} blocks)"

@@ -1,15 +1,19 @@
 """Read an unmodified model: its repeating blocks, the roles of the modules in a block, its fingerprint.
 
-Nothing here changes a model, runs it, or knows about decisions, plans or tapes.
+Nothing here changes a model, runs it, or knows about decisions or tapes.
 
 - `blocks.py` chooses the blocks, or takes the user's glob for them.
 - `stacks.py` lists the places where a model repeats a module; `blocks.py` chooses among them.
+- `towers.py` tells the language model from vision and audio towers.
 - `targets.py` names what the modules inside a block are for (`norm`, `attention`, `mlp`, ...).
+- `declared.py` reads what a model says of that itself, in its attribute `actmem_targets`.
+- `layer_types.py` tells sliding from full from linear attention.
 - `identity.py` tells two models, or two blocks, apart, whatever wrapper is round them.
 """
 
 from actmem.structure.blocks import Block, find_blocks
 from actmem.structure.identity import fingerprint, plain_path
-from actmem.structure.targets import ROLES, roles
+from actmem.structure.layer_types import layer_type
+from actmem.structure.targets import ROLES, find_roles, roles
 
-__all__ = ["ROLES", "Block", "find_blocks", "fingerprint", "plain_path", "roles"]
+__all__ = ["ROLES", "Block", "find_blocks", "find_roles", "fingerprint", "layer_type", "plain_path", "roles"]

@@ -9,6 +9,9 @@ NOTE [ which stacks are the blocks ]
 2. A group with less than a tenth of the parameters of the largest one is no candidate.
 3. A vision or audio tower steps back where something else, the language model, remains.
 4. If more than one group is left, only the user can know. The error lists them.
+
+A scope names towers instead. Then rules 1 and 2 hold inside each tower, and rule 4 inside the language model. Of a
+vision or audio tower all groups are taken; where one of them has attention, those without (stems, mergers) are not.
 """
 
 import difflib
@@ -22,6 +25,8 @@ from torch import nn
 from actmem.errors import StructureError
 from actmem.structure.identity import Named, kind_of, named_modules, plain_path
 from actmem.structure.stacks import Stack, find_stacks, is_never_called, join, label_of, num_parameters
+from actmem.structure.targets import roles
+from actmem.structure.towers import TOWERS, checked_scope, towers_of
 
 # Two stacks whose paths part at such a pair of names are halves of one model.
 _PAIRS = (("enc", "dec"), ("down", "up"), ("single", "double"), ("single_transformer", "transformer"))
@@ -48,7 +53,7 @@ class Block:
     """Its class and a hash of its structure: equal for blocks that are built alike."""
 
 
-def find_blocks(model: nn.Module, pattern: str | None = None) -> tuple[Block, ...]:
+def find_blocks(model: nn.Module, pattern: str | None = None, scope: Sequence[str] | None = None) -> tuple[Block, ...]:
     """Find the repeating blocks of an unmodified model, in the order in which the model registered them.
 
     Args:
@@ -56,10 +61,12 @@ def find_blocks(model: nn.Module, pattern: str | None = None) -> tuple[Block, ..
         pattern: where the blocks are, for models in which they cannot be found: a glob over module paths, matched
             name by name, so that `model.layers.*` means the layers and not what is in them. Several globs are
             separated by commas. Prefixes of wrappers may be left out. `.` makes the whole model one block.
+        scope: whose blocks to find in a multimodal model: a list out of "language", "vision" and "audio". None means
+            the language model where there is one.
 
     Raises:
-        StructureError: nothing was found, several unrelated stacks were, or the pattern does not fit. The message
-            lists the candidates.
+        StructureError: nothing was found, several unrelated stacks were, or the pattern or scope does not fit. The
+            message lists the candidates.
 
     >>> model = nn.Sequential(nn.Embedding(9, 4), *[nn.TransformerEncoderLayer(4, 2, 8) for _ in range(3)])
     >>> [block.path for block in find_blocks(model)]
@@ -73,22 +80,23 @@ def find_blocks(model: nn.Module, pattern: str | None = None) -> tuple[Block, ..
             "Give the module that holds the layers to train."
         )
     stacks = find_stacks(model)
-    found = _chosen(model, stacks) if pattern is None else _matching(model, pattern, stacks)
+    if pattern is not None and scope is not None:
+        raise StructureError(
+            f'blocks="{pattern}" and scope={scope!r} are both given, but each says on its own which blocks are meant. '
+            f'Leave one of them out, for example: blocks="{pattern}"'
+        )
+    if pattern is not None:
+        found = _matching(model, pattern, stacks)
+    else:
+        found = _chosen(model, stacks) if scope is None else _in_scope(model, stacks, scope)
     return tuple(
         Block(index=index, path=path, module=module, kind=kind_of(module)) for index, (path, module) in enumerate(found)
     )
 
 
 def _chosen(model: nn.Module, stacks: Sequence[Stack]) -> list[Named]:
-    candidates = [stack for stack in stacks if not stack.is_leaf] or list(stacks)
-    if not candidates:
-        raise StructureError(
-            f"no repeating blocks found in {type(model).__name__}: it has no list of modules of one class. "
-            f"Say where they are, for example:\n{_lines(_modules_in(model))}"
-        )
-    groups = _groups(candidates)
-    largest = max(_size(group) for group in groups)
-    groups = [group for group in groups if _size(group) >= _MINOR_FRACTION * largest]
+    candidates = _candidates(model, stacks)
+    groups = _major(_groups(candidates))
     groups = [group for group in groups if not _is_side_tower(group)] or groups
     if len(groups) > 1:
         every = ",".join(_glob(model, group) for group in groups)
@@ -98,6 +106,48 @@ def _chosen(model: nn.Module, stacks: Sequence[Stack]) -> list[Named]:
             f'or take them all: blocks="{every}"'
         )
     return _in_order(model, (module for stack in groups[0] for _, module in stack.members))
+
+
+def _in_scope(model: nn.Module, stacks: Sequence[Stack], scope: Sequence[str]) -> list[Named]:
+    wanted = checked_scope(scope)
+    candidates = _candidates(model, stacks)
+    by_tower: dict[str, list[Stack]] = {}
+    for stack, tower in zip(candidates, towers_of(model, candidates), strict=True):
+        by_tower.setdefault(tower, []).append(stack)
+    present = [tower for tower in TOWERS if tower in by_tower]
+    for tower in wanted:
+        if tower not in by_tower:
+            raise StructureError(
+                f"scope names {tower!r}, but {type(model).__name__} has no {tower} blocks. Towers that it has: "
+                f'{", ".join(present)}, as in scope=["{present[0]}"], or give their paths, for example:\n'
+                f"{_lines(_described(model, _groups(candidates)))}"
+            )
+    modules = [module for _, module in _chosen(model, by_tower["language"])] if "language" in wanted else []
+    for tower in set(wanted) - {"language"}:
+        modules += [m for group in _mixing(_major(_groups(by_tower[tower]))) for s in group for _, m in s.members]
+    return _in_order(model, modules)
+
+
+def _mixing(groups: list[list[Stack]]) -> list[list[Stack]]:
+    """Leave out the groups that mix no tokens, where others do."""
+    mixers = {"attention", "linear_attn"}
+    found = [group for group in groups if mixers & {r for s in group for _, m in s.members[:2] for r in roles(m)}]
+    return found or groups
+
+
+def _candidates(model: nn.Module, stacks: Sequence[Stack]) -> list[Stack]:
+    candidates = [stack for stack in stacks if not stack.is_leaf] or list(stacks)
+    if not candidates:
+        raise StructureError(
+            f"no repeating blocks found in {type(model).__name__}: it has no list of modules of one class. "
+            f"Say where they are, for example:\n{_lines(_modules_in(model))}"
+        )
+    return candidates
+
+
+def _major(groups: list[list[Stack]]) -> list[list[Stack]]:
+    largest = max(_size(group) for group in groups)
+    return [group for group in groups if _size(group) >= _MINOR_FRACTION * largest]
 
 
 def _groups(stacks: Iterable[Stack]) -> list[list[Stack]]:

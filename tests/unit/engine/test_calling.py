@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import actmem
 from actmem import Full, SaveEverything
-from actmem.engine.calling import applied_script, storages_of
+from actmem.engine.calling import storages_of
+from actmem.engine.installing import applied_script
 from actmem.engine.tape import Tape
 from actmem.torchcompat import storage_key
 from tests.engine.cases import assert_same_bits, batch, modes_unchanged, outcome, simple_step, total
@@ -73,7 +74,9 @@ def test_the_exchanged_class_looks_like_the_original() -> None:
             assert inspect.signature(block.forward) == inspect.signature(Block().forward)
             assert inspect.signature(kind.forward) == inspect.signature(Block.forward)
             assert block.forward.__doc__ == "Multiply twice."
-        assert type(model[0]) is not type(model[1])  # one for each instance
+        assert type(model[0]) is type(model[1])  # the plan says the same for both
+    with actmem.apply(model, Full(every=2)):
+        assert type(model[0]) is not type(model[1])
     assert all(type(block) is Block for block in model)
 
 
@@ -290,24 +293,40 @@ def test_functorch_around_a_block_is_refused_by_name() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_a_block_that_must_be_compiled_whole_is_refused_by_name() -> None:
+def test_a_block_that_must_be_compiled_whole_is(tapes: list[Tape]) -> None:
     model = stacked(1)
     torch._dynamo.reset()
-    refused = pytest.raises(torch._dynamo.exc.Unsupported, match=r"0 is being compiled by torch\.compile")
-    with actmem.apply(model, Full(), blocks="0"), refused:
-        torch.compile(model, backend="eager", fullgraph=True)(batch())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    plain = outcome(model, batch(), lambda _, x: simple_step(compiled, x))
+    with actmem.apply(model, Full(), blocks="0") as applied:
+        assert_same_bits(plain, outcome(model, batch(), lambda _, x: simple_step(compiled, x)))
+        assert not tapes and [graph.blocks for graph in applied.report().compiled] == [("0",)]
     torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_a_compiled_model_may_break_its_graph_at_a_block_which_then_runs_under_a_tape(tapes: list[Tape]) -> None:
+def test_a_compiled_model_whose_block_breaks_the_graph_runs_it_under_a_tape(tapes: list[Tape]) -> None:
     model = stacked(1)
+    model[0].register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    model[0].up.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
     plain = outcome(model, batch(), simple_step)
     torch._dynamo.reset()
     with actmem.apply(model, Full(), blocks="0") as applied:
-        compiled = torch.compile(model, backend="eager")
+        compiled = torch.compile(model, backend="aot_eager")
         assert_same_bits(plain, outcome(model, batch(), lambda _, x: simple_step(compiled, x)))
         assert len(tapes) == 1 and applied.report().num_replayed > 0
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_the_tape_keeps_blocks_out_of_graphs_where_it_is_asked_for_by_name(tapes: list[Tape]) -> None:
+    model = stacked(1)
+    plain = outcome(model, batch(), simple_step)
+    torch._dynamo.reset()
+    with actmem.apply(model, Full(), blocks="0", engine="tape") as applied:
+        compiled = torch.compile(model, backend="aot_eager")
+        assert_same_bits(plain, outcome(model, batch(), lambda _, x: simple_step(compiled, x)))
+        assert len(tapes) == 1 and not applied.report().compiled
     torch._dynamo.reset()
 
 

@@ -1,96 +1,35 @@
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from actmem.plan import TARGETS
 from actmem.structure import ROLES, find_blocks, roles
 from tests.zoo import ZOO
+from tests.zoo_titan import TransformerBlock
 
+# What is found in which model: tests/models/test_targets_found.py.
 
-def roles_of(case: str, index: int = 0) -> dict[str, tuple[str, ...]]:
-    return roles(find_blocks(ZOO[case].build())[index].module)
-
-
-LLAMA = {
-    "norm": ("input_layernorm", "post_attention_layernorm"),
-    "attention": ("self_attn",),
-    "attn_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-    "mlp": ("mlp",),
-}
-MOE = {
-    "norm": LLAMA["norm"],
-    "attention": LLAMA["attention"],
-    "attn_proj": LLAMA["attn_proj"],
-    "routed_experts": ("mlp.experts",),
-}
-
-EXPECTED = {
-    ("llama", 0): LLAMA,
-    ("llama_lora", 0): LLAMA,
-    ("mixtral", 0): {**MOE, "router": ("mlp.gate",)},
-    ("gpt_oss", 0): {**MOE, "router": ("mlp.router",)},
-    ("gpt2_dropout", 0): {
-        "norm": ("ln_1", "ln_2"),
-        "attention": ("attn",),
-        "attn_proj": ("attn.c_attn", "attn.c_proj"),
-        "mlp": ("mlp",),
-    },
-    ("bert", 0): {
-        "norm": ("attention.output.LayerNorm", "output.LayerNorm"),
-        "attention": ("attention.self",),
-        "attn_proj": (
-            "attention.self.query",
-            "attention.self.key",
-            "attention.self.value",
-            "attention.output.dense",
-        ),
-        "mlp": ("intermediate", "output.dense"),
-    },
-    ("transformer_encoder", 0): {
-        "norm": ("norm1", "norm2"),
-        "attention": ("self_attn",),
-        "attn_proj": ("self_attn.out_proj",),
-        "mlp": ("linear1", "linear2"),
-    },
-    ("torchtitan_like", 0): {
-        "norm": ("attention_norm", "ffn_norm"),
-        "attention": ("attention",),
-        "attn_proj": ("attention.wq", "attention.wk", "attention.wv", "attention.wo"),
-        "mlp": ("feed_forward",),
-    },
-    ("qwen3_next", 0): {
-        "norm": ("linear_attn.norm", "input_layernorm", "post_attention_layernorm"),
-        "linear_attn": ("linear_attn",),
-        "routed_experts": ("mlp.experts",),
-        "shared_experts": ("mlp.shared_expert",),
-        "router": ("mlp.gate",),
-    },
-    ("moe_topk", 0): {
-        "norm": ("norm", "moe_norm"),
-        "routed_experts": ("moe.experts",),
-        "router": ("moe.router",),
-    },
-    ("resnet", 2): {"norm": ("bn1", "bn2", "downsample.1")},
-    ("unet", 0): {"norm": ("conv.1",)},
+DENSE = {
+    "norm": ("attention_norm", "ffn_norm"),
+    "attention": ("attention",),
+    "attn_proj": ("attention",),
+    "mlp": ("feed_forward",),
 }
 
 
-@pytest.mark.parametrize(("case", "index"), EXPECTED)
-def test_roles_are_read_from_names_and_structure(case: str, index: int) -> None:
-    assert roles_of(case, index) == EXPECTED[case, index]
+def dense_block() -> TransformerBlock:
+    return TransformerBlock(dim=8, heads=2, kv_heads=2, ffn=8)
 
 
-def test_latent_attention_has_up_projections_and_a_dense_and_a_sparse_layer() -> None:
-    dense, sparse = roles_of("deepseek_v3", 0), roles_of("deepseek_v3", 1)
-    assert dense["mla_up_proj"] == sparse["mla_up_proj"] == ("self_attn.q_b_proj", "self_attn.kv_b_proj")
-    assert dense["mlp"] == ("mlp",) and "routed_experts" not in dense
-    assert sparse["shared_experts"] == ("mlp.shared_experts",) and sparse["router"] == ("mlp.gate",)
-    assert "mlp" not in sparse
+def below(prefix: str, found: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    return {role: tuple(f"{prefix}.{path}" for path in paths) for role, paths in found.items()}
 
 
-def test_a_decoder_of_two_attentions_has_both() -> None:
-    found = roles_of("t5", 2)
-    assert found["attention"] == ("layer.0.SelfAttention", "layer.1.EncDecAttention")
-    assert found["mlp"] == ("layer.2.DenseReluDense",)
+def test_every_target_of_a_plan_is_a_role_and_has_a_meaning() -> None:
+    assert ROLES.keys() == set(TARGETS) and all(ROLES.values())
 
 
 @pytest.mark.parametrize("case", ZOO)
@@ -100,6 +39,11 @@ def test_every_role_is_a_known_one_and_every_path_a_module_of_the_block(case: st
         assert "norm" in found and found.keys() <= ROLES.keys()
         for role_paths in found.values():
             assert role_paths and all(block.module.get_submodule(path) for path in role_paths)
+
+
+def test_the_activation_of_the_experts_has_the_paths_of_the_experts() -> None:
+    found = roles(TransformerBlock(dim=8, heads=2, kv_heads=2, ffn=8, sparse=True))
+    assert found["moe_act"] == found["routed_experts"] == ("moe.experts",)
 
 
 def test_a_norm_of_weights_is_no_norm_of_activations() -> None:
@@ -116,3 +60,82 @@ def test_a_block_that_is_itself_the_dense_part_has_the_empty_path() -> None:
         pass
 
     assert roles(FeedForward(nn.Linear(2, 4), nn.GELU(), nn.Linear(4, 2))) == {"mlp": ("",)}
+
+
+def test_an_activation_module_beside_two_halves_belongs_to_the_dense_part() -> None:
+    block = nn.TransformerEncoderLayer(4, 2, 8, activation=nn.GELU())
+    assert set(roles(block)["mlp"]) == {"linear1", "activation", "linear2"}
+
+
+def test_a_short_convolution_is_a_part_of_a_mixer_and_no_mixer() -> None:
+    class ShortConvolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(4, 4, 3, groups=4)
+
+    class GatedDeltaNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.in_proj = nn.Linear(4, 8)
+            self.short = ShortConvolution()
+            self.out_proj = nn.Linear(8, 4)
+
+    assert roles(nn.Sequential(GatedDeltaNet(), ShortConvolution())) == {"linear_attn": ("0",)}
+
+
+# ---------------------------------------------------------------- wrappers and adapters
+
+
+def test_a_compiled_block_has_its_roles_under_the_prefix() -> None:
+    assert roles(torch.compile(dense_block(), backend="eager")) == below("_orig_mod", DENSE)
+
+
+def test_compiled_parts_have_their_roles_at_their_own_paths() -> None:
+    block = dense_block()
+    block.attention = torch.compile(block.attention, backend="eager")
+    block.ffn_norm = torch.compile(block.ffn_norm, backend="eager")
+    block.feed_forward.w1 = torch.compile(block.feed_forward.w1, backend="eager")
+    assert roles(block) == DENSE
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_data_parallel_hides_no_role() -> None:
+    assert roles(nn.parallel.DistributedDataParallel(dense_block())) == below("module", DENSE)
+
+
+@pytest.mark.usefixtures("alone")
+def test_sharding_hides_no_role() -> None:
+    block = dense_block()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.fsdp.fully_shard(block.attention, mesh=mesh)
+    dist.fsdp.fully_shard(block, mesh=mesh)
+    assert roles(block) == DENSE
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:.*FSDP:")  # the first form of FSDP is deprecated, and wants an accelerator
+def test_the_first_form_of_sharding_hides_no_role() -> None:
+    block = dense_block()
+    block.feed_forward = dist.fsdp.FullyShardedDataParallel(block.feed_forward, device_id=torch.device("cpu"))
+    assert roles(block) == DENSE
+
+
+def test_adapters_hide_no_role_and_add_none() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    plain = ZOO["mixtral"].build()
+    expected = [roles(block.module) for block in find_blocks(plain)]
+    config = LoraConfig(
+        r=2,
+        target_modules=["q_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj"],
+        modules_to_save=["input_layernorm"],
+    )
+    assert [roles(block.module) for block in find_blocks(get_peft_model(plain, config))] == expected

@@ -1,0 +1,124 @@
+"""Activation checkpointing under torchtitan's names: the newer classes, and the function and config before them.
+
+Blocks are those of `model.layers`, as there; found, where a model has none. Options of torch's checkpoint that change
+nothing here: `preserve_rng_state` (random operators are always replayed under their recorded state), `early_stop` (only
+what backward asks for is ever replayed), `model_compile_enabled` and `use_flex_attn` (a block is one region, compiled
+or not, and what is compiled inside stays so). Other values than the defaults of `determinism_check`, `debug` and
+`visualize_memory_budget_pareto` raise, because they would do nothing. See docs/compat_torchtitan.md.
+
+>>> SelectiveAC.Config().build().config.force_recompute_mm_shapes_by_fqns
+['moe.router.gate']
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+
+from actmem.applying import Applied
+from actmem.compat._torchtitan_older import ActivationCheckpoint, apply_ac
+from actmem.compat._translating import ROUTER_GATE, apply_once, check_options, resolved, selective, titan_blocks
+from actmem.modes import CompilerBudget, Full, Mode
+from actmem.ops import GROUPS
+from actmem.torchcompat import compute_intensive
+
+__all__ = ["ActivationCheckpoint", "ActivationCheckpointing", "FullAC", "MemoryBudgetAC", "SelectiveAC", "apply_ac"]
+
+_OPS = (
+    *("aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_attention_math", "aten.linear"),
+    *("aten._scaled_dot_product_fused_attention_overrideable", "aten.max", "aten.topk", "torch_attn._varlen_attn"),
+    *("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_to_all_single"),
+    *("deepep.dispatch", "deepep.combine", "hybridep.dispatch", "hybridep.combine"),
+)
+"""What torchtitan saves besides torch's compute-intensive operators. What is not installed is passed over."""
+
+
+class ActivationCheckpointing:
+    """Be the base of the policies: built from a nested `Config`, applied with `apply(model)`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Hold the options that all policies share. The module's docstring says what they mean here."""
+
+        preserve_rng_state: bool = True
+        determinism_check: str = "default"
+        debug: bool = False
+        _owner: ClassVar[Any] = None
+
+        def build(self, **kwargs: Any) -> Any:
+            """Make the policy whose `Config` this is; `dump_folder` is accepted."""
+            return self._owner(config=replace(self), **kwargs)
+
+        def to_dict(self) -> dict[str, Any]:
+            """Return the options as plain data."""
+            return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "Config" not in vars(cls):  # so that Config().build() of a subclass makes that subclass
+            cls.Config = dataclass(kw_only=True, slots=True)(type("Config", (cls.Config,), {}))
+        cls.Config._owner = cls  # pyright: ignore[reportPrivateUsage] # as torchtitan wires it
+
+    def __init__(self, config: ActivationCheckpointing.Config, dump_folder: str = "") -> None:
+        self.config = config
+        self.dump_folder = dump_folder
+
+    def apply(self, model: nn.Module) -> Applied:
+        """Change every block of the model as the policy says. The handle comes back; torchtitan returns nothing."""
+        check_options(self.config)
+        return apply_once(model, self._mode(model), blocks=titan_blocks(model))
+
+    def _mode(self, model: nn.Module) -> Mode:
+        raise NotImplementedError(f"{type(self).__name__} is no policy. Use FullAC, SelectiveAC or MemoryBudgetAC.")
+
+
+class FullAC(ActivationCheckpointing):
+    """Recompute whole blocks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):
+        """Take the shared options only."""
+
+    def _mode(self, model: nn.Module) -> Mode:  # noqa: ARG002 - others look names up in it
+        return Full()
+
+
+class SelectiveAC(ActivationCheckpointing):
+    """Save what `get_save_ops` names, of `mm` and `linear` every second one, and recompute the rest."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):
+        """Name the modules whose matrix products are always recomputed and not counted.
+
+        A name is part of a module's path. It means the products in that module, not all of the same shape, as there.
+        """
+
+        force_recompute_mm_shapes_by_fqns: list[str] = field(default_factory=lambda: [ROUTER_GATE])
+
+    def get_save_ops(self) -> set[Any]:
+        """Return what to save. Override it; operators of `torch.ops` and selectors of actmem may stand side by side."""
+        listed = (*(compute_intensive() or GROUPS["compute_intensive"]), *_OPS)
+        found = [resolved(torch.ops, f"{name}.default") for name in listed]
+        compiled = resolved(torch, "_higher_order_ops.inductor_compiled_code")
+        return {op for op in (*found, torch.ops.higher_order.flex_attention, compiled) if op is not None}
+
+    def _mode(self, model: nn.Module) -> Mode:
+        forced = cast(SelectiveAC.Config, self.config).force_recompute_mm_shapes_by_fqns
+        return selective(model, self.get_save_ops(), alternate=("aten.mm", "aten.linear"), force_recompute=forced)
+
+
+class MemoryBudgetAC(ActivationCheckpointing):
+    """Leave the choice to torch.compile: `actmem.CompilerBudget`, whose docstring lists what is wrong with it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):
+        """Set the compiler's fraction. The picture is not drawn here: True raises."""
+
+        memory_budget: float = 0.5
+        visualize_memory_budget_pareto: bool = False
+
+    def _mode(self, model: nn.Module) -> Mode:  # noqa: ARG002 - others look names up in it
+        return CompilerBudget(cast(MemoryBudgetAC.Config, self.config).memory_budget)

@@ -1,0 +1,214 @@
+"""The other engine: torch's own checkpoint, with the plan as its policy.
+
+NOTE [ Under torch.compile ]
+There is no eager tape in a compiled graph. `torch.utils.checkpoint` is a higher-order operator there: while the graph
+is traced, a policy is asked about every operator of the block, and its answer is written on the node for the
+partitioner. The policy here asks the same `Verdicts` as the tape does, at the same address, which it reads from the
+module stack of the node. So the plan is the same, compiled or not.
+
+The answers are asked for anew each time the graph is traced (`context_fn` without a cache key keeps such graphs out of
+torch's cache on disk), so that a plan can never meet a graph that was partitioned for another.
+
+Where a block cannot be traced whole (a graph break inside), Dynamo gives the frame up and runs it as it stands; then
+`torch.compiler.is_compiling()` is False in it, and the tape takes the block. Nobody has to choose.
+
+In eager (`engine="checkpoint"`) the same policy drives torch's selective checkpoint, which runs the block's Python a
+second time, with all that this brings. What can be restored around that second run is: random state and autocast by
+torch, the choice of attention backend and the numerics flags by this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from actmem.engine.deciding import Verdicts
+from actmem.engine.following import Following, Place
+from actmem.engine.operators import Operator, describe
+from actmem.engine.tracing import Traced, Tracer
+from actmem.torchcompat import (
+    attention_backends,
+    checkpoint,
+    module_stack,
+    named_modules,
+    numerics,
+    restore_numerics,
+    saved_by_partitioner,
+    selective_contexts,
+    with_attention_backends,
+)
+
+__all__ = ["Compilation", "Family", "Kept", "run_checkpointed"]
+
+_SAVE, _RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+
+SAVED_WHATEVER = frozenset({"routing", "collective", "transfer", "unrepeatable"})
+"""Reasons for which the tape never replays an operator that hold here too: a second run could give another result, or
+speak to other processes again."""
+
+IGNORED_NAMESPACES = ("profiler.", "fsdp.")
+"""Operators that are no part of the computation, or that must run again where it does."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One value that a compiled graph saves for its backward."""
+
+    block: str
+    """Path of its block; "" if the graph does not say."""
+    module: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    asked: str
+    """What the plan says: `save`, `recompute`, or "" outside the blocks."""
+
+
+class Compilation:
+    """What was compiled of one applied model: what the plan asked for, and what the partitioner made of it."""
+
+    def __init__(self, blocks: dict[str, nn.Module]) -> None:
+        self._places = {
+            str(id(module)): (path, inside) for path, block in blocks.items() for inside, module in named_modules(block)
+        }
+        """Identity of a module -> path of its block and its path in there, as the module stack of a node has it."""
+        self.asked: dict[str, list[Traced]] = {}
+        """Block path -> decisions, in the order of the traced graph."""
+        self.graphs: list[tuple[Kept, ...]] = []
+        """For each graph that was partitioned: what it saves."""
+
+    def place(self, stack: dict[str, Any] | None) -> tuple[str, str]:
+        """Find block and module of an operator from its module stack, innermost first."""
+        for key in reversed(list(stack or ())):
+            found = self._places.get(key.partition("@")[0])
+            if found is not None:
+                return found
+        return "", ""
+
+    def partitioned(self, nodes: list[Any]) -> None:
+        """Note what a graph saves."""
+        kept = [self._kept(n) for n in nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor)]
+        owners = {k.block for k in kept if k.block}
+        if len(owners) == 1:  # a block compiled by itself does not name itself in its own graph
+            (owner,) = owners
+            kept = [Kept(owner, k.module, k.op, k.shape, k.dtype, k.num_bytes, k.asked) for k in kept]
+        self.graphs.append(tuple(kept))
+
+    def _kept(self, node: Any) -> Kept:
+        block, module = self.place(node.meta.get("nn_module_stack"))
+        value, tag = node.meta["val"], node.meta.get("recompute")
+        shape = tuple(int(n) for n in value.shape)  # a symbolic size is taken as it was when the graph was traced
+        num_bytes = value.element_size()
+        for n in shape:
+            num_bytes *= n
+        op = str(node.target)
+        asked = "" if tag is None else "save" if tag in (_SAVE, CheckpointPolicy.PREFER_SAVE) else "recompute"
+        # Between two blocks the compiler itself changes the tag to save. What the plan said there is in the trace.
+        said = {row.decision for row in self.asked.get(block, ()) if (row.module, row.op) == (module, op)}
+        if len(said) == 1:
+            (asked,) = said
+        return Kept(block, module, op, shape, str(value.dtype).removeprefix("torch."), num_bytes, asked)
+
+
+class Family:
+    """The blocks of one class for which the plan says the same: they share one class, and one compiled graph."""
+
+    def __init__(self, verdicts: Verdicts, compilation: Compilation, *, routes: bool, traceable: bool) -> None:
+        self.verdicts = verdicts
+        self.traceable = traceable
+        """Whether a graph may take in these blocks; else they stay outside, and the tape runs them."""
+        self.verdicts_keep_everything = verdicts.keeps_everything
+        self.active = True
+        self.compilation = compilation
+        self.needs_policy = routes or not verdicts.recomputes_everything
+        """Whether torch's plain checkpoint would do something else: save nothing, and route again."""
+
+        def traced() -> tuple[Any, Any]:
+            return self._traced()
+
+        self.traced = traced
+        """The `context_fn` for graphs. A closure, because Dynamo takes no bound method."""
+
+    def _traced(self) -> tuple[Any, Any]:
+        tracer, counts = Tracer(self.verdicts), self.verdicts.new_counts()
+        owner = ""
+        saved_by_partitioner(self.compilation.partitioned)
+
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            nonlocal owner
+            block, module = self.compilation.place(module_stack())
+            if block and not owner:
+                owner = block
+                self.compilation.asked[owner] = tracer.rows
+            return _answer(describe(op), module, tracer, counts, ctx.op_output, args, kwargs)
+
+        return selective_contexts(policy)
+
+
+def run_checkpointed(
+    family: Family,
+    plain: Any,
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    decisions: list[Traced] | None,
+) -> Any:
+    """Run a block's forward in eager under torch's checkpoint, and append what was decided to `decisions`."""
+    backends, flags = attention_backends(), numerics()
+
+    def contexts() -> tuple[Any, Any]:
+        restored = _restored(backends, flags)
+        if not family.needs_policy:
+            return contextlib.nullcontext(), restored
+        place, counts = Place(), family.verdicts.new_counts()
+        deciding: Verdicts | Tracer = family.verdicts
+        if decisions is not None:
+            deciding = Tracer(family.verdicts)
+            deciding.rows = decisions
+
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            return _answer(describe(op), place.address, deciding, counts, ctx.op_output, args, kwargs)
+
+        recording, repeating = selective_contexts(policy)
+        return _both(Following(place, block), recording), _both(restored, repeating)
+
+    def forward(*args: Any) -> Any:
+        return plain(block, *args, **kwargs)
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _answer(
+    operator: Operator, address: str, deciding: Verdicts | Tracer, counts: Any, out: Any, args: Any, kwargs: Any
+) -> CheckpointPolicy:
+    """Answer for one operator. What writes is always run again: a result that is put back writes nothing."""
+    if operator.view or operator.writes or operator.name.startswith(IGNORED_NAMESPACES):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    why = deciding.decide(operator, address, counts, out)
+    first = out if isinstance(out, torch.Tensor) else None
+    return _SAVE if why or operator.forbids(args, kwargs, first) in SAVED_WHATEVER else _RECOMPUTE
+
+
+@contextlib.contextmanager
+def _restored(backends: Any, flags: tuple[Any, ...]) -> Generator[None]:
+    """Run code under the attention backends and numerics flags that were in force in the forward pass."""
+    before = numerics()
+    restore_numerics(flags)
+    try:
+        with with_attention_backends(backends):
+            yield
+    finally:
+        restore_numerics(before)
+
+
+@contextlib.contextmanager
+def _both(outer: Any, inner: Any) -> Generator[None]:
+    with outer, inner:
+        yield

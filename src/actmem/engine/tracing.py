@@ -1,0 +1,104 @@
+"""Which rule decided at which address: the decision trace of one block call. Holds no tensor."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from actmem.engine.deciding import Verdicts
+from actmem.engine.operators import Operator
+from actmem.engine.trees import tensors
+
+__all__ = ["Traced", "Tracer", "log_once", "subsumed"]
+
+_logger = logging.getLogger("actmem.decisions")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One decision: an address, what the plan says there, and which of its rules."""
+
+    module: str
+    """Path of the module inside the block; "" is the block's own forward."""
+    op: str
+    """The operator with its overload, such as `aten.mm.default`."""
+    nth: int
+    """How many calls of this operator the module had made before."""
+    decision: str
+    """`save` or `recompute`."""
+    rule: int
+    """Index of the rule that decided."""
+    never: str | None
+    """Why the operator is never replayed, whatever the plan says; None if it may be."""
+    targets: tuple[int, ...]
+    """Indices of all rules whose target this address belongs to."""
+    num_bytes: int
+    """What the call made."""
+
+    @property
+    def address(self) -> tuple[str, str, int]:
+        """Where: module, operator and count."""
+        return self.module, self.op, self.nth
+
+
+class Tracer:
+    """Decide as `Verdicts` does, and write each decision down. Stands in its place while a call is observed."""
+
+    def __init__(self, verdicts: Verdicts) -> None:
+        self._verdicts = verdicts
+        self._seen: Counter[tuple[str, str]] = Counter()
+        self.known: dict[Operator, str] = {}
+        """Empty: every call is asked for, so that every call is written down."""
+        self.rows: list[Traced] = []
+
+    def new_counts(self) -> dict[Any, int]:
+        """Return the counters of one block call."""
+        return self._verdicts.new_counts()
+
+    def decide(self, operator: Operator, address: str, counts: dict[Any, int], out: Any) -> str:
+        """Decide, and write it down."""
+        why = self._verdicts.decide(operator, address, counts, out)
+        self.rows.append(
+            Traced(
+                module=address,
+                op=operator.name,
+                nth=self._seen[address, operator.name],
+                decision="save" if why else "recompute",
+                rule=self._verdicts.latest,
+                never=operator.never,
+                targets=self._verdicts.targets_of(operator, address, counts),
+                num_bytes=sum(t.nbytes for t in tensors(out) if not t.is_nested),
+            )
+        )
+        self._seen[address, operator.name] += 1
+        return why
+
+
+def log_once(rows: Iterable[Traced], rules: tuple[Any, ...], logged: set[tuple[str, str]]) -> None:
+    """Log each operator and decision that is not in `logged` yet, with the rule, at level DEBUG."""
+    if not _logger.isEnabledFor(logging.DEBUG):
+        return
+    for row in rows:
+        if (row.op, row.decision) not in logged:
+            logged.add((row.op, row.decision))
+            _logger.debug("%s: %s by %r, first in %s", row.op, row.decision, rules[row.rule], row.module or "the block")
+
+
+def subsumed(rows: Iterable[Traced]) -> dict[int, tuple[int, ...]]:
+    """Find targets that cover nothing which others do not: rule -> the rules that cover all of it.
+
+    Judged by what each target covered when the blocks ran, not by names.
+    """
+    covered: dict[int, set[int]] = {}
+    for number, row in enumerate(rows):
+        for rule in row.targets:
+            covered.setdefault(rule, set()).add(number)
+    found: dict[int, tuple[int, ...]] = {}
+    for rule, mine in covered.items():
+        others = {r: theirs for r, theirs in covered.items() if r != rule and r not in found and mine & theirs}
+        if mine <= set[int]().union(*others.values()):
+            found[rule] = tuple(others)
+    return found

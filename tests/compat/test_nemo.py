@@ -1,0 +1,364 @@
+"""A user of NeMo Automodel's activation checkpointing changes an import: names, data and side effects are the same."""
+
+import importlib.util
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from actmem import ApplyError, ModeError
+from actmem.compat import nemo
+from tests.compat.training import REQUIRED, assert_trains_the_same, gradients, layers_of, parameters_of
+from tests.zoo import ZOO
+
+aten = torch.ops.aten
+ANY = ("any", REQUIRED)
+# As read in NeMo Automodel.
+UPSTREAM: dict[str, dict[str, Any]] = {
+    "apply_selective_checkpointing_to_layers": {
+        "model": ANY,
+        "layers": ANY,
+        "has_kv_sharing": ANY,
+        "enable_compile": ("keyword", False),
+    },
+    "apply_full_layer_checkpointing_to_layers": {"model": ANY, "layers": ANY},
+    "apply_submodule_checkpointing": {"layers": ANY, "has_kv_sharing": ANY, "context_fn": ("keyword", None)},
+    "detect_kv_sharing_and_maybe_disable_cache": {"model": ANY},
+    "is_selective_activation_checkpointing": {"activation_checkpointing": ANY},
+    "make_selective_checkpoint_context_fn": {},
+    "unwrap_checkpoint_wrapper": {"module": ANY},
+    "_build_selective_ac_save_ops": {},
+    "_default_compute_intensive_ops": {},
+    "_disable_dynamo_lru_cache": {},
+    "_existing_ops": {"ops": ("*", REQUIRED)},
+    "_is_cuda_to_cpu_copy": {"func": ANY, "args": ANY, "kwargs": ANY},
+    "_maybe_trace_selective_ac_decision": {
+        "func": ANY,
+        "decision": ANY,
+        "is_alternating": ANY,
+        "is_recompute": ("keyword", REQUIRED),
+    },
+    "_replace_child_module": {"root": ANY, "target": ANY, "replacement": ANY},
+    "_resolve_op_attr": {"root": ANY, "dotted_path": ANY},
+    "_resolve_torch_op": {"namespace": ANY, "name": ANY, "overload": ("any", "default")},
+}
+
+
+def selective(model: nn.Module, has_kv_sharing: bool = False) -> Any:
+    return nemo.apply_selective_checkpointing_to_layers(model, layers_of(model), has_kv_sharing)
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_functions_take_what_they_take_in_nemo(name: str) -> None:
+    assert parameters_of(getattr(nemo, name)) == UPSTREAM[name]
+
+
+def test_data_is_that_of_nemo() -> None:
+    assert nemo.SELECTIVE_AC_WRAPPER_FLAG == "_nemo_selective_ac"
+    assert {
+        *(aten.mm.default, aten.linear.default, aten._grouped_mm.default, aten._scaled_grouped_mm.default),
+    } == nemo._SELECTIVE_AC_MATMUL_OPS
+    assert {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.topk.default, aten.max.default} <= (
+        nemo._SELECTIVE_AC_MUST_SAVE_OPS
+    )
+    assert set(nemo._default_compute_intensive_ops()) <= nemo._SELECTIVE_AC_MUST_SAVE_OPS
+    assert torch.ops.higher_order.flex_attention in nemo._SELECTIVE_AC_MUST_SAVE_OPS
+    assert nemo._SELECTIVE_AC_TO_COPY_OP is aten._to_copy.default
+    assert nemo._SELECTIVE_AC_TRACE is False
+    assert nemo.logger.name == nemo.__name__
+
+
+# ---------------------------------------------------------------- layers
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma3n_shared_kv", "torchtitan_like"])
+def test_selective_gradients_are_those_of_plain_training(name: str) -> None:
+    def change(model: nn.Module) -> Any:
+        return selective(model, nemo.detect_kv_sharing_and_maybe_disable_cache(model))
+
+    assert assert_trains_the_same(ZOO[name], change).report().recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3n_shared_kv", "torchtitan_like"])
+def test_full_gradients_are_those_of_plain_training(name: str) -> None:
+    applied = assert_trains_the_same(
+        ZOO[name], lambda model: nemo.apply_full_layer_checkpointing_to_layers(model, layers_of(model))
+    )
+    assert applied.report().recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3n_shared_kv", "torchtitan_like"])
+def test_sub_module_gradients_are_those_of_plain_training(name: str) -> None:
+    handles = assert_trains_the_same(ZOO[name], lambda m: nemo.apply_submodule_checkpointing(layers_of(m), True))
+    assert all(applied.report().recomputed_bytes > 0 for applied in handles)
+
+
+def test_kv_shared_layers_are_selective_and_not_done_by_sub_modules() -> None:
+    plain = selective(ZOO["gemma3n_shared_kv"].build(), False).plan
+    shared = selective(ZOO["gemma3n_shared_kv"].build(), True).plan
+    assert shared.rules == plain.rules
+    assert not any(rule.module for rule in shared.rules)
+
+
+def test_sub_modules_are_attention_feed_forward_and_two_norms() -> None:
+    model = ZOO["llama"].build()
+    (applied, *_) = nemo.apply_submodule_checkpointing(layers_of(model), False)
+    assert [rule.module for rule in applied.plan.rules] == [
+        *("mlp", "self_attn", "input_layernorm", "post_attention_layernorm", None)
+    ]
+
+
+def test_the_list_keeps_its_layers_and_they_carry_the_flag_until_removed() -> None:
+    model = ZOO["llama"].build()
+    layers = layers_of(model)
+    before = list(layers)
+    applied = nemo.apply_selective_checkpointing_to_layers(model, layers, False)
+    assert all(one is other for one, other in zip(layers, before, strict=True))
+    assert all(getattr(layer, nemo.SELECTIVE_AC_WRAPPER_FLAG, False) for layer in layers)
+    assert not any(nemo.SELECTIVE_AC_WRAPPER_FLAG in vars(layer) for layer in layers)
+    assert all(nemo.unwrap_checkpoint_wrapper(layer) is layer for layer in layers)
+    applied.remove()
+    assert not any(hasattr(layer, nemo.SELECTIVE_AC_WRAPPER_FLAG) for layer in layers)
+
+
+def test_only_the_layers_of_the_list_are_changed() -> None:
+    model = ZOO["llama"].build()
+    layers = layers_of(model)[1:]
+    applied = nemo.apply_full_layer_checkpointing_to_layers(model, layers)
+    assert applied.plan.blocks == ("model.layers.1", "model.layers.2")
+    assert nemo.apply_full_layer_checkpointing_to_layers(model, layers) is applied
+
+
+def test_other_layers_of_the_same_model_are_refused_not_taken_for_the_same_call() -> None:
+    model = ZOO["llama"].build()
+    nemo.apply_full_layer_checkpointing_to_layers(model, layers_of(model)[1:])
+    with pytest.raises(ApplyError, match="applied to this model already"):
+        nemo.apply_full_layer_checkpointing_to_layers(model, layers_of(model)[:1])
+
+
+def test_an_empty_list_is_refused() -> None:
+    with pytest.raises(ApplyError, match="layers is empty"):
+        selective_of(ZOO["llama"].build(), [])
+
+
+def selective_of(model: nn.Module, layers: list[nn.Module]) -> Any:
+    return nemo.apply_selective_checkpointing_to_layers(model, layers, False)
+
+
+def test_products_alternate_with_one_count_over_plain_and_grouped_ones() -> None:
+    applied = selective(model := ZOO["mixtral"].build())
+    gradients(ZOO["mixtral"], model)
+    counted = {str(op) for op in nemo._SELECTIVE_AC_MATMUL_OPS}
+    rows = [row for row in applied.trace().blocks[0].rows if row.op in counted]
+    assert len({row.op for row in rows}) > 1
+    assert [row.decision for row in rows] == [("save", "recompute")[i % 2] for i in range(len(rows))]
+
+
+# Dynamo looks at `.grad` of the blocks' inputs, and is warned for it, with or without actmem.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_layers_train_as_compiled_plain_ones() -> None:
+    def compiled(model: nn.Module) -> Any:
+        for layer in layers_of(model):
+            layer.compile(backend="aot_eager")
+        return gradients(ZOO["torchtitan_like"], model, num_steps=1)
+
+    expected, model = compiled(ZOO["torchtitan_like"].build()), ZOO["torchtitan_like"].build()
+    try:
+        applied = nemo.apply_selective_checkpointing_to_layers(model, layers_of(model), False, enable_compile=True)
+        (want,), (got,) = expected, compiled(model)
+        assert all(torch.equal(want[name], got[name]) for name in want)
+        assert "compiled" in {block.engine for block in applied.trace().blocks}
+    finally:
+        torch._C._dynamo.eval_frame._set_lru_cache(True)
+        torch._dynamo.reset()
+
+
+def test_a_layer_of_another_model_is_refused() -> None:
+    model, other = ZOO["llama"].build(), ZOO["llama"].build()
+    layers = [layers_of(model)[0], layers_of(other)[1]]
+    with pytest.raises(ApplyError, match=r"layers \[1\] are not in this LlamaForCausalLM"):
+        nemo.apply_full_layer_checkpointing_to_layers(model, layers)
+    with pytest.raises(ApplyError, match=r"layers \[1\] are not in this LlamaForCausalLM"):
+        nemo.apply_selective_checkpointing_to_layers(model, layers, False)
+
+
+def test_sub_modules_that_are_not_there_and_contexts_are_refused() -> None:
+    with pytest.raises(ModeError, match="has no sub-module of these names"):
+        nemo.apply_submodule_checkpointing([nn.Linear(2, 2)], False)
+    with pytest.raises(ModeError, match="no code runs twice"):
+        nemo.apply_submodule_checkpointing([], False, context_fn=nemo.make_selective_checkpoint_context_fn())
+
+
+# ---------------------------------------------------------------- configs
+
+
+@pytest.mark.parametrize("value", ["selective", "Selective", "SELECTIVE"])
+def test_selective_is_a_text_in_any_case(value: str) -> None:
+    assert nemo.is_selective_activation_checkpointing(value)
+
+
+@pytest.mark.parametrize("value", [True, False, None, "full", "true", "selective-ish", 1])
+def test_nothing_else_is_selective(value: object) -> None:
+    assert not nemo.is_selective_activation_checkpointing(value)
+
+
+def test_shared_keys_and_values_keep_their_cache() -> None:
+    model: Any = ZOO["gemma3n_shared_kv"].build()
+    before = model.config.use_cache
+    assert nemo.detect_kv_sharing_and_maybe_disable_cache(model) is True
+    assert model.config.use_cache == before
+    wrapped = SimpleNamespace(
+        config=SimpleNamespace(text_config=SimpleNamespace(num_kv_shared_layers=1), use_cache=True)
+    )
+    assert nemo.detect_kv_sharing_and_maybe_disable_cache(wrapped) is True  # type: ignore[arg-type]
+    assert wrapped.config.use_cache is True
+
+
+def test_other_models_have_the_cache_switched_off_in_config_and_sub_configs() -> None:
+    model: Any = ZOO["vision_language"].build()
+    model.config.use_cache = model.config.text_config.use_cache = True
+    has_vision_cache = hasattr(model.config.vision_config, "use_cache")
+    assert nemo.detect_kv_sharing_and_maybe_disable_cache(model) is False
+    assert model.config.use_cache is False and model.config.text_config.use_cache is False
+    assert hasattr(model.config.vision_config, "use_cache") == has_vision_cache
+
+
+def test_a_model_without_config_shares_nothing() -> None:
+    assert nemo.detect_kv_sharing_and_maybe_disable_cache(nn.Linear(2, 2)) is False
+
+
+# ---------------------------------------------------------------- operators and the policy for torch's checkpoint
+
+
+def test_operators_of_back_ends_that_are_not_installed_are_left_out() -> None:
+    assert nemo._resolve_op_attr(torch.ops, "deepep.dispatch.default") is None
+    assert nemo._resolve_torch_op("aten", "no_such_operator") is None
+    assert nemo._existing_ops(aten.mm.default, None) == {aten.mm.default}
+    assert None not in nemo._build_selective_ac_save_ops()
+
+
+def test_operators_of_back_ends_that_are_installed_are_saved() -> None:
+    library = torch.library.Library("hybridep", "DEF")
+    library.define("dispatch(Tensor x) -> Tensor")
+    try:
+        assert torch.ops.hybridep.dispatch.default in nemo._build_selective_ac_save_ops()
+    finally:
+        library._destroy()
+
+
+def test_copies_to_the_host_are_told_from_others() -> None:
+    on_gpu = (SimpleNamespace(device=torch.device("cuda")),)
+    copy = aten._to_copy.default
+    assert nemo._is_cuda_to_cpu_copy(copy, on_gpu, {"device": "cpu"})
+    assert nemo._is_cuda_to_cpu_copy(copy, on_gpu, {"device": torch.device("cpu")})
+    assert not nemo._is_cuda_to_cpu_copy(copy, on_gpu, {"device": "cuda"})
+    assert not nemo._is_cuda_to_cpu_copy(copy, on_gpu, {"device": "nowhere"})
+    assert not nemo._is_cuda_to_cpu_copy(copy, on_gpu, {})
+    assert not nemo._is_cuda_to_cpu_copy(copy, (torch.ones(1),), {"device": "cpu"})
+    assert not nemo._is_cuda_to_cpu_copy(aten.mm.default, on_gpu, {"device": "cpu"})
+
+
+def test_the_context_function_serves_torchs_own_checkpoint() -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(4, 4, requires_grad=True) for _ in range(3)]
+
+    def forward(x: Tensor) -> Tensor:
+        for weight in weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+    def backward(run: Any) -> tuple[list[Tensor], int]:
+        out = run(torch.ones(2, 4, requires_grad=True)).sum()
+        with Counting() as counting:
+            grads = torch.autograd.grad(out, weights)
+        return list(grads), counting.num_products
+
+    plain, num_plain = backward(forward)
+    context_fn = nemo.make_selective_checkpoint_context_fn()
+    got, num_got = backward(lambda x: checkpoint(forward, x, use_reentrant=False, context_fn=context_fn))
+    assert all(torch.equal(one, other) for one, other in zip(plain, got, strict=True))
+    assert num_got == num_plain + 1  # of three products the second is not saved
+
+
+class Counting(TorchDispatchMode):
+    num_products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_products += func is aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------- the trace
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
+    monkeypatch.setattr(nemo, "_SELECTIVE_AC_TRACE", True)
+    nemo._SELECTIVE_AC_TRACE_SEEN.clear()
+    decisions = logging.getLogger("actmem.decisions")
+    level, handlers = decisions.level, list(decisions.handlers)
+    with caplog.at_level(logging.INFO, logger=nemo.logger.name):
+        yield caplog
+    decisions.handlers[:] = handlers
+    decisions.setLevel(level)
+    nemo._SELECTIVE_AC_TRACE_SEEN.clear()
+
+
+def test_the_trace_says_each_operators_decision_once(traced: pytest.LogCaptureFixture) -> None:
+    model = ZOO["mixtral"].build()
+    selective(model)
+    gradients(ZOO["mixtral"], model)
+    lines = [record.getMessage() for record in traced.records if record.name == nemo.logger.name]
+    assert len(lines) == len(set(lines)) > 5
+    assert "[selective-ac] aten.mm.default -> ALTERNATE (every second is saved)" in lines
+    assert "[selective-ac] aten.silu.default -> RECOMPUTE" in lines
+    assert any("attention" in line and line.endswith("SAVE") for line in lines)
+
+
+def test_the_trace_speaks_of_the_forward_pass_only_and_only_when_on(
+    traced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = nemo._maybe_trace_selective_ac_decision
+    trace(aten.bmm.default, CheckpointPolicy.MUST_SAVE, False, is_recompute=True)
+    assert not traced.records
+    trace(aten.bmm.default, CheckpointPolicy.MUST_SAVE, False, is_recompute=False)
+    trace(aten.bmm.default, CheckpointPolicy.MUST_SAVE, False, is_recompute=False)
+    assert [record.getMessage() for record in traced.records] == ["[selective-ac] aten.bmm.default -> SAVE"]
+    monkeypatch.setattr(nemo, "_SELECTIVE_AC_TRACE", False)
+    trace(aten.relu.default, CheckpointPolicy.PREFER_RECOMPUTE, False, is_recompute=False)
+    assert len(traced.records) == 1
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), ("true", True), ("0", False), ("", False), ("No", False)])
+def test_the_trace_is_switched_by_an_environment_variable(
+    value: str, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_SELECTIVE_AC_TRACE", value)
+    spec = importlib.util.spec_from_file_location("nemo_again", nemo.__file__)
+    assert spec is not None and spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert again._SELECTIVE_AC_TRACE is on
+
+
+# ---------------------------------------------------------------- small parts
+
+
+def test_a_child_is_replaced_wherever_it_is() -> None:
+    inner, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    root = nn.ModuleDict({"a": nn.Sequential(nn.ModuleList([nn.ReLU(), inner]))})
+    assert nemo._replace_child_module(root, inner, other)
+    assert root["a"][0][1] is other
+    assert not nemo._replace_child_module(root, inner, other)
+
+
+def test_a_wrapper_of_torch_is_unwrapped() -> None:
+    module = nn.Linear(2, 2)
+    assert nemo.unwrap_checkpoint_wrapper(checkpoint_wrapper(module)) is module
+    assert nemo.unwrap_checkpoint_wrapper(module) is module

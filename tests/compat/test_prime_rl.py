@@ -1,0 +1,165 @@
+"""A user of prime-rl's targets changes an import, and gets the same words with the same meaning."""
+
+from typing import Any
+
+import pytest
+
+from actmem import ApplyError, Full, ModeError, Rule
+from actmem.compat import prime_rl
+from actmem.compat.prime_rl import (
+    ActivationCheckpointConfig,
+    apply_ac,
+    get_supported_targets,
+    set_selective_activation_checkpointing,
+    supports_selective_activation_checkpointing,
+)
+from tests.compat.training import REQUIRED, assert_trains_the_same, gradients, layers_of, parameters_of
+from tests.zoo import ZOO
+
+# As read in prime-rl; the config's fields are those of its pydantic model.
+UPSTREAM = {
+    "apply_ac": {"model": ("any", REQUIRED), "ac_config": ("any", REQUIRED)},
+    "get_supported_targets": {"layer": ("any", REQUIRED)},
+    "set_selective_activation_checkpointing": {"layer": ("any", REQUIRED), "targets": ("any", REQUIRED)},
+    "supports_selective_activation_checkpointing": {"layer": ("any", REQUIRED)},
+}
+SUPPORTED = {
+    "llama": [{"norm", "attn_proj", "mlp"}] * 3,
+    "mixtral": [{"norm", "attn_proj", "routed_experts", "moe_act"}] * 3,
+    "gemma3_sliding": [{"norm", "attn_proj", "mlp", "linear_attn"}, {"norm", "attn_proj", "mlp"}] * 2,
+    "torchtitan_like": [{"norm", "attn_proj", "mlp"}] * 3,
+}
+
+
+def selective(*targets: str, freq: int = 1) -> ActivationCheckpointConfig:
+    return ActivationCheckpointConfig(mode="selective", freq=freq, targets=list(targets))
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_functions_take_what_they_take_in_prime_rl(name: str) -> None:
+    assert parameters_of(getattr(prime_rl, name)) == UPSTREAM[name]
+
+
+def test_a_config_without_arguments_is_full_for_every_layer() -> None:
+    config = ActivationCheckpointConfig()
+    assert (config.mode, config.freq, config.targets) == ("full", 1, ["norm"])
+    assert config.resolved() == "mode = full, freq = 1, targets = norm"
+
+
+def test_resolved_shows_mode_freq_and_targets_without_repeats() -> None:
+    assert selective("mlp", "norm", "mlp", freq=2).resolved() == "mode = selective, freq = 2, targets = mlp, norm"
+
+
+def test_none_changes_nothing() -> None:
+    model = ZOO["llama"].build()
+    kinds = [type(module) for module in model.modules()]
+    assert apply_ac(model, None) is None
+    assert [type(module) for module in model.modules()] == kinds
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mode": "none"}, "for off, use None"),
+        ({"freq": 0}, "freq = 0 is not permitted"),
+        ({"freq": 1.5}, "freq = 1.5 is not permitted"),
+        ({"mode": "selective", "targets": []}, "targets is empty"),
+        ({"mode": "selective", "targets": "norm"}, "is no list"),
+    ],
+)
+def test_a_bad_config_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModeError, match=message):
+        ActivationCheckpointConfig(**fields)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_targets_are_found_layer_by_layer(name: str) -> None:
+    layers = layers_of(ZOO[name].build())
+    assert [get_supported_targets(layer) for layer in layers] == SUPPORTED[name]
+    assert all(supports_selective_activation_checkpointing(layer) for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("llama", ActivationCheckpointConfig()),
+        ("llama", ActivationCheckpointConfig(freq=2)),
+        ("mixtral", selective("norm", "attn_proj", "routed_experts")),
+        ("gemma3_sliding", selective("linear_attn", "attn_proj")),
+        ("torchtitan_like", selective("norm", "mlp", freq=2)),
+    ],
+)
+def test_gradients_are_those_of_plain_training(name: str, config: ActivationCheckpointConfig) -> None:
+    applied = assert_trains_the_same(ZOO[name], lambda model: apply_ac(model, config))
+    assert applied.report().recomputed_bytes > 0
+
+
+def test_freq_takes_the_layers_that_it_takes_in_prime_rl() -> None:
+    full = apply_ac(ZOO["llama"].build(), ActivationCheckpointConfig(freq=2))
+    some = apply_ac(ZOO["llama"].build(), selective("norm", freq=2))
+    assert full is not None and full.plan.rules == Full(every=2).rules()
+    assert some is not None and some.plan.rules[0] == Rule("recompute", layers="0::2", target="norm")
+
+
+def test_routed_experts_cover_moe_act() -> None:
+    def saved(*targets: str) -> int:
+        applied = apply_ac(model := ZOO["mixtral"].build(), selective(*targets))
+        gradients(ZOO["mixtral"], model)
+        assert applied is not None
+        return applied.report().saved_bytes
+
+    assert saved("moe_act", "routed_experts") == saved("routed_experts") < saved("moe_act") < saved("norm") * 2
+
+
+def test_linear_attn_means_sliding_window_layers_too() -> None:
+    applied = apply_ac(ZOO["gemma3_sliding"].build(), selective("linear_attn", freq=1))
+    assert applied is not None
+    assert Rule("recompute", layer_type="sliding_attention", target="attention") in applied.plan.rules
+    assert not any(rule.target == "linear_attn" for rule in applied.plan.rules)
+
+
+def test_one_layer_can_be_set_alone() -> None:
+    def change(model: Any) -> Any:
+        return [set_selective_activation_checkpointing(layer, ["mlp", "norm"]) for layer in layers_of(model)]
+
+    for applied in assert_trains_the_same(ZOO["llama"], change):
+        assert applied.report().recomputed_bytes > 0
+
+
+def test_a_target_that_this_layer_has_not_is_passed_over() -> None:
+    layer = layers_of(ZOO["mixtral"].build())[0]
+    kind = type(layer)
+    assert set_selective_activation_checkpointing(layer, ["mlp"]) is None
+    assert type(layer) is kind
+
+
+def test_the_same_call_again_does_nothing_and_another_is_refused() -> None:
+    model = ZOO["llama"].build()
+    layer = layers_of(model)[0]
+    first = set_selective_activation_checkpointing(layer, ["norm"])
+    assert first is not None
+    assert set_selective_activation_checkpointing(layer, ["norm"]) is first
+    with pytest.raises(ApplyError):
+        set_selective_activation_checkpointing(layer, ["mlp"])
+    first.remove()
+    whole = apply_ac(model, ActivationCheckpointConfig())
+    assert whole is not None and apply_ac(model, ActivationCheckpointConfig()) is whole
+    whole.remove()
+    again = apply_ac(model, ActivationCheckpointConfig())
+    assert again is not None and again is not whole
+
+
+def test_a_target_that_no_selected_layer_has_names_those_that_they_have() -> None:
+    model = ZOO["llama"].build()
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=r"routed_experts.*Supported there: attn_proj, mlp, norm"):
+        apply_ac(model, selective("norm", "routed_experts"))
+    assert [type(module) for module in model.modules()] == kinds
+
+
+@pytest.mark.parametrize("call", [lambda m: apply_ac(m, selective("nrom")), None])
+def test_an_unknown_target_is_refused_with_the_nearest(call: Any) -> None:
+    model = ZOO["llama"].build()
+    call = call or (lambda m: set_selective_activation_checkpointing(layers_of(m)[0], ["nrom"]))
+    with pytest.raises(ValueError, match="Did you mean 'norm'"):
+        call(model)
