@@ -19,7 +19,7 @@ from actmem.engine.tracing import log_once
 from actmem.errors import ModeError, PlanError, StructureError
 from actmem.modes import CompilerBudget, FromPlan, Full, Mode, Rules, SaveEverything, Selective, Targets
 from actmem.plan import Plan
-from actmem.report import Report, Trace, compiled_graphs, gather, summarise
+from actmem.report import Report, Trace, compiled_graphs, gather, paths_of, summarise
 from actmem.structure import Block, find_blocks, find_roles, fingerprint, layer_type
 from actmem.torchcompat import compiler_budget, keep_graph_order, named_modules
 
@@ -86,10 +86,16 @@ class Applied:
             notes.append(
                 f"{idle} block calls ran in eval mode with gradients on, and were left alone: call model.train()."
             )
+        given_up = tuple(s.path for s in self._scripts if s.given_up)
+        if given_up:
+            notes.append(
+                f"run in eager although compiled, because torch.compile could not take in the whole block: "
+                f"{paths_of(given_up)}. TORCH_LOGS=graph_breaks tells why; for a transformers model, "
+                "use_cache=False is often all it needs."
+            )
         skipped = [s.path for s in self._scripts if s.num_without_gradient and s.decisions is None]
         if skipped:
-            through = skipped[0] if len(skipped) == 1 else f"{skipped[0]} ... {skipped[-1]} ({len(skipped)} blocks)"
-            notes.append(f"skipped, because no gradient flows through: {through}.")
+            notes.append(f"skipped, because no gradient flows through: {paths_of(tuple(skipped))}.")
         return notes
 
     def check_replay(self, num_calls: int = 1) -> None:

@@ -132,7 +132,7 @@ def test_only_the_layers_of_the_list_are_changed() -> None:
     layers = layers_of(model)[1:]
     applied = nemo.apply_full_layer_checkpointing_to_layers(model, layers)
     assert applied.plan.blocks == ("model.layers.1", "model.layers.2")
-    assert nemo.apply_full_layer_checkpointing_to_layers(model, layers) is applied
+    assert nemo.apply_full_layer_checkpointing_to_layers(model, layers).plan is applied.plan
 
 
 def test_other_layers_of_the_same_model_are_refused_not_taken_for_the_same_call() -> None:
@@ -284,6 +284,31 @@ def test_the_context_function_serves_torchs_own_checkpoint() -> None:
     got, num_got = backward(lambda x: checkpoint(forward, x, use_reentrant=False, context_fn=context_fn))
     assert all(torch.equal(one, other) for one, other in zip(plain, got, strict=True))
     assert num_got == num_plain + 1  # of three products the second is not saved
+
+
+def test_decisions_are_those_that_the_policy_takes_under_torchs_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ZOO["mixtral"]
+    model = case.build()
+    applied = selective(model)
+    calls: list[Any] = []
+    layers_of(model)[0].register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+    gradients(case, model)
+    applied.remove()
+    asked: list[tuple[str, str]] = []
+
+    def note(func: Any, decision: Any, _: bool, *, is_recompute: bool) -> None:
+        asked.append((str(func), "save" if decision == CheckpointPolicy.MUST_SAVE else "recompute"))
+
+    monkeypatch.setattr(nemo, "_maybe_trace_selective_ac_decision", note)
+    args, kwargs = calls[0]
+    context_fn = nemo.make_selective_checkpoint_context_fn()
+    checkpoint(layers_of(model)[0], *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+    dear = {str(op) for op in nemo._SELECTIVE_AC_MUST_SAVE_OPS | nemo._SELECTIVE_AC_MATMUL_OPS}
+    ours = [(row.op, row.decision) for row in applied.trace().blocks[0].rows]
+    assert [pair for pair in ours if pair[0] in dear] == [pair for pair in asked if pair[0] in dear]
+    assert sum(op in dear for op, _ in ours) > 5
+    recomputed = {op for op, decision in asked if decision == "recompute"} - dear
+    assert all(decision == "recompute" for op, decision in ours if op in recomputed)
 
 
 class Counting(TorchDispatchMode):

@@ -1,10 +1,13 @@
 """A user of prime-rl's targets changes an import, and gets the same words with the same meaning."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 
-from actmem import ApplyError, Full, ModeError, Rule
+import actmem
+from actmem import ApplyError, Full, ModeError, Rule, SaveEverything
 from actmem.compat import prime_rl
 from actmem.compat.prime_rl import (
     ActivationCheckpointConfig,
@@ -101,14 +104,23 @@ def test_freq_takes_the_layers_that_it_takes_in_prime_rl() -> None:
     assert some is not None and some.plan.rules[0] == Rule("recompute", layers="0::2", target="norm")
 
 
+def saved_bytes(applied: Any, model: Any) -> int:
+    gradients(ZOO["mixtral"], model)
+    return applied.report().saved_bytes
+
+
 def test_routed_experts_cover_moe_act() -> None:
     def saved(*targets: str) -> int:
-        applied = apply_ac(model := ZOO["mixtral"].build(), selective(*targets))
-        gradients(ZOO["mixtral"], model)
-        assert applied is not None
-        return applied.report().saved_bytes
+        return saved_bytes(apply_ac(model := ZOO["mixtral"].build(), selective(*targets)), model)
 
-    assert saved("moe_act", "routed_experts") == saved("routed_experts") < saved("moe_act") < saved("norm") * 2
+    plain = saved_bytes(actmem.apply(model := ZOO["mixtral"].build(), SaveEverything()), model)
+    assert saved("moe_act", "routed_experts") == saved("routed_experts") < saved("moe_act") < plain
+
+
+def test_the_report_says_that_moe_act_adds_nothing_to_routed_experts() -> None:
+    applied = apply_ac(model := ZOO["mixtral"].build(), selective("moe_act", "routed_experts"))
+    gradients(ZOO["mixtral"], model)
+    assert "target 'moe_act' adds nothing" in str(applied.report())  # type: ignore[union-attr]
 
 
 def test_linear_attn_means_sliding_window_layers_too() -> None:
@@ -134,19 +146,40 @@ def test_a_target_that_this_layer_has_not_is_passed_over() -> None:
 
 
 def test_the_same_call_again_does_nothing_and_another_is_refused() -> None:
-    model = ZOO["llama"].build()
-    layer = layers_of(model)[0]
+    layer = layers_of(ZOO["llama"].build())[0]
+    plain = type(layer)
     first = set_selective_activation_checkpointing(layer, ["norm"])
-    assert first is not None
-    assert set_selective_activation_checkpointing(layer, ["norm"]) is first
+    applied = type(layer)
+    again = set_selective_activation_checkpointing(layer, ["norm", "norm"])
+    assert first is not None and again is not None
+    assert type(layer) is applied is not plain and again.plan is first.plan
     with pytest.raises(ApplyError):
         set_selective_activation_checkpointing(layer, ["mlp"])
+    again.remove()
+    assert type(layer) is plain
+
+
+def test_a_model_can_be_done_again_after_it_was_removed() -> None:
+    model = ZOO["llama"].build()
+    first = apply_ac(model, ActivationCheckpointConfig())
+    assert first is not None
     first.remove()
-    whole = apply_ac(model, ActivationCheckpointConfig())
-    assert whole is not None and apply_ac(model, ActivationCheckpointConfig()) is whole
-    whole.remove()
-    again = apply_ac(model, ActivationCheckpointConfig())
-    assert again is not None and again is not whole
+    second = apply_ac(model, ActivationCheckpointConfig())
+    assert second is not None and second.plan is not first.plan
+
+
+def test_a_dropped_model_is_freed_at_once() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = ZOO["torchtitan_like"].build()
+        layer = weakref.ref(layers_of(model)[0])
+        apply_ac(model, ActivationCheckpointConfig())
+        gradients(ZOO["torchtitan_like"], model)
+        del model
+        assert layer() is None
+    finally:
+        gc.enable()
 
 
 def test_a_target_that_no_selected_layer_has_names_those_that_they_have() -> None:

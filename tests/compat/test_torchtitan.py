@@ -264,7 +264,10 @@ def test_a_memory_budget_is_the_compilers() -> None:
 
 def test_a_second_call_does_nothing() -> None:
     model = TitanLike()
-    assert FullAC.Config().build().apply(model) is FullAC.Config().build().apply(model)
+    first = FullAC.Config().build().apply(model)
+    kinds = [type(module) for module in model.modules()]
+    assert FullAC.Config().build().apply(model).plan is first.plan
+    assert [type(module) for module in model.modules()] == kinds
 
 
 def test_torchtitans_own_config_object_is_read() -> None:

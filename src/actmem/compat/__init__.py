@@ -6,6 +6,6 @@
 - `_translating.py`: what they share.
 
 These files translate and decide nothing: every function ends in `actmem.apply`. Where the other system returns nothing,
-the handle comes back here, to report and to remove. A second call with the same arguments does nothing and returns the
-same handle. An option that could only be ignored raises. Nothing of the other systems is imported.
+the handle comes back here, to report and to remove. A second call with the same arguments does nothing and returns
+a handle of the first. An option that could only be ignored raises. Nothing of the other systems is imported.
 """

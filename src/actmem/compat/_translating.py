@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -12,7 +13,7 @@ from torch import nn
 from actmem.applying import Applied, apply
 from actmem.errors import ApplyError, ModeError
 from actmem.modes import EverySecond, Full, Mode, Selective, every_second
-from actmem.structure import find_blocks
+from actmem.structure import Block, find_blocks
 from actmem.torchcompat import named_modules
 
 __all__ = [
@@ -34,22 +35,29 @@ ROUTER_GATE = "moe.router.gate"
 
 
 def apply_once(model: nn.Module, mode: Mode, *, blocks: str | None = None) -> Applied:
-    """Apply a mode to a model, or return the handle of the call before, if that was the same.
+    """Apply a mode to a model, or return a handle of the call before, if that was the same.
 
     Raises:
-        ApplyError: another mode is applied already.
+        ApplyError: another mode is applied already, or to other blocks.
     """
     try:
         applied = apply(model, mode, blocks=blocks)
     except ApplyError:
-        for block in (found := find_blocks(model, blocks)):
-            earlier: Applied | None = getattr(type(block.module), _HANDLE, None)
-            if earlier and (earlier.plan.mode, earlier.plan.blocks) == (repr(mode), tuple(b.path for b in found)):
-                return earlier
-        raise
+        found = find_blocks(model, blocks)
+        earlier: Applied | None = next((e for b in found if (e := getattr(type(b.module), _HANDLE, None))), None)
+        if earlier is None or (earlier.plan.mode, earlier.plan.blocks) != (repr(mode), tuple(b.path for b in found)):
+            raise
+        return _with_blocks(earlier, found)
     for path in applied.plan.blocks:
-        install_note(model.get_submodule(path), _HANDLE, applied)
+        install_note(model.get_submodule(path), _HANDLE, _with_blocks(applied, ()))
     return applied
+
+
+def _with_blocks(applied: Applied, blocks: tuple[Block, ...]) -> Applied:
+    """Copy a handle. The copy that a block's class keeps holds no blocks: a dropped model is freed at once."""
+    again = copy.copy(applied)
+    again._blocks = blocks  # pyright: ignore[reportPrivateUsage]
+    return again
 
 
 def install_note(block: nn.Module, name: str, value: object) -> None:

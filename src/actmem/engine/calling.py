@@ -54,6 +54,8 @@ class Script:
         """The latest call of the tape that was observed."""
         self.decisions: list[Traced] | None = None
         """What the plan said at every operator of the latest call that was observed."""
+        self.given_up = False
+        """Dynamo could not trace the block whole, so it runs in eager although it is compiled."""
         self.active = True
         self._observed = observed
         """Called after each observed forward."""

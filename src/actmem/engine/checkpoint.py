@@ -60,9 +60,8 @@ IGNORED_NAMESPACES = ("profiler.", "fsdp.")
 class Kept:
     """One value that a compiled graph saves for its backward."""
 
-    block: str
-    """Path of its block; "" if the graph does not say."""
     module: str
+    """Path of the module inside its block; "" is the block's own forward, or outside the blocks."""
     op: str
     shape: tuple[int, ...]
     dtype: str
@@ -81,8 +80,15 @@ class Compilation:
         """Identity of a module -> path of its block and its path in there, as the module stack of a node has it."""
         self.asked: dict[str, list[Traced]] = {}
         """Block path -> decisions, in the order of the traced graph."""
-        self.graphs: list[tuple[Kept, ...]] = []
-        """For each graph that was partitioned: what it saves."""
+        self._asking: list[str] = []
+        """Blocks that were asked about since the latest graph was partitioned."""
+        self.graphs: list[tuple[tuple[str, ...], tuple[Kept, ...]]] = []
+        """For each graph that was partitioned: its blocks, and what it saves."""
+
+    def asks(self, block: str, decisions: list[Traced]) -> None:
+        """Note that a block is being traced. Where it is traced again, only the latest decisions count."""
+        self.asked[block] = decisions
+        self._asking.append(block)
 
     def place(self, stack: dict[str, Any] | None) -> tuple[str, str]:
         """Find block and module of an operator from its module stack, innermost first."""
@@ -95,11 +101,8 @@ class Compilation:
     def partitioned(self, nodes: list[Any]) -> None:
         """Note what a graph saves."""
         kept = [self._kept(n) for n in nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor)]
-        owners = {k.block for k in kept if k.block}
-        if len(owners) == 1:  # a block compiled by itself does not name itself in its own graph
-            (owner,) = owners
-            kept = [Kept(owner, k.module, k.op, k.shape, k.dtype, k.num_bytes, k.asked) for k in kept]
-        self.graphs.append(tuple(kept))
+        self.graphs.append((tuple(dict.fromkeys(self._asking)), tuple(kept)))
+        self._asking.clear()
 
     def _kept(self, node: Any) -> Kept:
         block, module = self.place(node.meta.get("nn_module_stack"))
@@ -114,7 +117,7 @@ class Compilation:
         said = {row.decision for row in self.asked.get(block, ()) if (row.module, row.op) == (module, op)}
         if len(said) == 1:
             (asked,) = said
-        return Kept(block, module, op, shape, str(value.dtype).removeprefix("torch."), num_bytes, asked)
+        return Kept(module, op, shape, str(value.dtype).removeprefix("torch."), num_bytes, asked)
 
 
 class Family:
@@ -146,7 +149,7 @@ class Family:
             block, module = self.compilation.place(module_stack())
             if block and not owner:
                 owner = block
-                self.compilation.asked[owner] = tracer.rows
+                self.compilation.asks(owner, tracer.rows)
             return _answer(describe(op), module, tracer, counts, ctx.op_output, args, kwargs)
 
         return selective_contexts(policy)

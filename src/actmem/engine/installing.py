@@ -52,11 +52,17 @@ def _subclass(original: Any, family: Family) -> type:
         script = scripts.get(id(self)) or next(iter(scripts.values()))
         return script.run(self, plain, args, kwargs)
 
+    @never_compile
+    def given_up(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (script := scripts.get(id(self))) is not None:
+            script.given_up = True
+        return run(self, args, kwargs) if is_grad_enabled() else plain(self, *args, **kwargs)
+
     apart = apart_from_graphs(run)
 
     def traced(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_compiling():
-            return run(self, args, kwargs)  # Dynamo gave up: see NOTE [ Under torch.compile ]
+            return given_up(self, args, kwargs)  # see NOTE [ Under torch.compile ]
         if not (self.training and is_grad_enabled() and family.active) or family.verdicts_keep_everything:
             return plain(self, *args, **kwargs)
         if not family.traceable:

@@ -5,7 +5,7 @@ What lives here: turning observations into tables. What must not: anything that 
 
 from actmem.report.compiled import CompiledGraph, compiled_graphs
 from actmem.report.summary import KindReport, Report, ReportRow, summarise
-from actmem.report.text import render
+from actmem.report.text import paths_of, render
 from actmem.report.trace import BlockTrace, Trace, gather
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Trace",
     "compiled_graphs",
     "gather",
+    "paths_of",
     "render",
     "summarise",
 ]

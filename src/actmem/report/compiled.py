@@ -42,14 +42,15 @@ class CompiledGraph:
 
 
 def compiled_graphs(
-    graphs: Sequence[tuple[Kept, ...]], asked: Mapping[str, Sequence[Traced]], families: Sequence[tuple[str, ...]]
+    graphs: Sequence[tuple[tuple[str, ...], tuple[Kept, ...]]],
+    asked: Mapping[str, Sequence[Traced]],
+    families: Sequence[tuple[str, ...]],
 ) -> tuple[CompiledGraph, ...]:
     """Say what each graph saves; values of one kind are counted together."""
     found: list[CompiledGraph] = []
-    for graph in graphs:
-        blocks = tuple(path for path in asked if any(kept.block == path for kept in graph))
+    for blocks, kept in graphs:
         num_asked = Counter(row.decision for path in blocks for row in asked[path])
-        folded = Counter(replace(kept, block="") for kept in graph)
+        folded = Counter(kept)
         shared = tuple(p for family in families if set(family) & set(blocks) for p in family if p not in asked)
         # The first block of a family may be called otherwise than the rest. The graph made last serves them.
         found = [replace(f, shared_with=tuple(p for p in f.shared_with if p not in shared)) for f in found]
