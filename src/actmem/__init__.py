@@ -5,7 +5,7 @@
 >>> with actmem.apply(model, actmem.Full()) as applied:
 ...     model(torch.randn(2, 8)).sum().backward()
 ...     print(applied)
-<Applied Full(every=1, first=0) on 3 blocks>
+<Applied Full() on 3 blocks>
 """
 
 from actmem.applying import Applied, apply
@@ -23,15 +23,16 @@ from actmem.errors import (
     VersionError,
 )
 from actmem.measuring import Measurement, measure
-from actmem.modes import FromPlan, Full, Rules, SaveEverything, Selective, Targets, every_second
+from actmem.modes import CompilerBudget, FromPlan, Full, Rules, SaveEverything, Selective, Targets, every_second
 from actmem.plan import Plan, Rule
-from actmem.report import Report
+from actmem.report import Report, Trace
 from actmem.verification import Verification, verify
 
 __all__ = [
     "ActmemError",
     "Applied",
     "ApplyError",
+    "CompilerBudget",
     "FreedStorageError",
     "FromPlan",
     "Full",
@@ -48,6 +49,7 @@ __all__ = [
     "SelfCheckError",
     "StructureError",
     "Targets",
+    "Trace",
     "UnsupportedError",
     "Verification",
     "VersionError",

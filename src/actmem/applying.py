@@ -220,8 +220,8 @@ def apply(
         )
         key = type(block.module), verdicts.key
         if key not in families:
-            routes = "router" in its_roles
-            families[key] = Family(verdicts, compilation, routes=routes, traceable=engine != "tape")
+            families[key] = Family(verdicts, compilation, traceable=engine != "tape")
+        families[key].needs_answers |= "router" in its_roles
         scripts.append(
             Script(
                 block.path,

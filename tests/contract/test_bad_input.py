@@ -100,7 +100,9 @@ CASES: dict[str, Bad] = {
     "scope_unknown": mode(Full, StructureError, scope=["visoin"]),
     "scope_not_in_this_model": mode(Full, StructureError, scope=["audio"]),
     "scope_beside_blocks": mode(Full, StructureError, scope=["language"], blocks="layers.*"),
-    "layer_type_not_in_this_model": mode(lambda: Selective(save=["matmul"], recompute_layer_types=["sliding_attention"])),
+    "layer_type_not_in_this_model": mode(
+        lambda: Selective(save=["matmul"], recompute_layer_types=["sliding_attention"])
+    ),
     "forced_module_not_in_this_model": mode(lambda: Selective(save=["matmul"], force_recompute=["moe.gate"])),
     "own_target_that_nobody_declares": mode(lambda: Targets(["own:adapter"])),
     "engine_unknown": mode(Full, engine="tap"),

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroB
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
 import actmem
-from tests.distributed.models import HEAD, WIDTH, stack, tokens
+from tests.distributed.models import HEAD, WIDTH, Counted, stack, tokens
 from tests.distributed.ranks import MODES, NUM_RANKS, assert_same, gradients
 from tests.engine.cases import Operators
 
@@ -55,7 +55,7 @@ def check_schedule(kind: Any, indices: tuple[int, ...], num_stages: int) -> None
     """Assert that a schedule gives the same bits with each stage applied, and enters each block once a microbatch."""
 
     def build() -> list[tuple[int, nn.Module]]:
-        return [(index, stack(seed=index)) for index in indices]
+        return [(index, stack(seed=index, kind=Counted)) for index in indices]
 
     def calls(stages: list[tuple[int, nn.Module]]) -> list[int]:
         return [block.num_calls for _, module in stages for block in module]
@@ -156,12 +156,12 @@ def compiled_kernel() -> tuple[Callable[..., Tensor], Any]:
 
 def microbatches_of_different_length_with_compiled_attention(rank: int) -> None:
     kernel, counter = compiled_kernel()
-    stage = stack(seed=rank, kernel=kernel)
+    stage = stack(seed=rank, kernel=kernel, kind=Counted)
     plain = [*one_forward_one_backward(rank, stage), *one_forward_one_backward(rank, stage)]
     assert counter.frame_count == 2  # the first length, then one graph for any
     for mode in (*MODES.values(),):
         kernel, counter = compiled_kernel()
-        stage = stack(seed=rank, kernel=kernel)
+        stage = stack(seed=rank, kernel=kernel, kind=Counted)
         applied = actmem.apply(stage, mode)
         assert_same(plain, [*one_forward_one_backward(rank, stage), *one_forward_one_backward(rank, stage)])
         assert counter.frame_count == 2
@@ -169,9 +169,32 @@ def microbatches_of_different_length_with_compiled_attention(rank: int) -> None:
         assert applied.report().num_replayed > 0
 
 
+def microbatches_of_different_length_with_compiled_blocks(rank: int) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
+
+    def compile_blocks(stage: nn.Module) -> Any:
+        torch.compiler.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        for block in stage:
+            block.compile(backend=counter)
+        return counter
+
+    stage = stack(seed=rank)
+    plain_counter = compile_blocks(stage)
+    plain = [*one_forward_one_backward(rank, stage), *one_forward_one_backward(rank, stage)]
+    for mode in MODES.values():
+        stage = stack(seed=rank)
+        applied = actmem.apply(stage, mode)
+        counter = compile_blocks(stage)
+        assert_same(plain, [*one_forward_one_backward(rank, stage), *one_forward_one_backward(rank, stage)])
+        assert counter.frame_count == plain_counter.frame_count > 0
+        assert applied.report().compiled
+
+
 DEFAULT = (zero_bubble_pipeline_enters_blocks_once,)
 SLOW = (
     microbatches_of_different_length_with_compiled_attention,
+    microbatches_of_different_length_with_compiled_blocks,
     v_shaped_zero_bubble_pipeline_enters_blocks_once,
     pipeline_of_one_forward_one_backward_enters_blocks_once,
 )

@@ -114,10 +114,10 @@ SECOND = Selective(save=["attention", every_second("matmul")])
         ("qwen3_moe", True, ATTENTION, 0.83),
         ("deepseek_v3", True, ATTENTION, 0.93),
         # Without, the products may be saved too: what is left for Qwen3-MoE is the router.
-        ("qwen3_moe", False, ATTENTION, 0.83),
+        pytest.param("qwen3_moe", False, ATTENTION, 0.83, marks=pytest.mark.slow),
         ("qwen3_moe", False, SECOND, 0.70),
         ("qwen3_moe", False, ALL_PRODUCTS, 0.01),
-        ("deepseek_v3", False, ATTENTION, 0.93),
+        pytest.param("deepseek_v3", False, ATTENTION, 0.93, marks=pytest.mark.slow),
         ("deepseek_v3", False, SECOND, 0.70),
         ("deepseek_v3", False, PRODUCTS, 0.50),
     ],

@@ -7,7 +7,17 @@ from syrupy.assertion import SnapshotAssertion
 
 from actmem import modes
 from actmem.errors import ModeError
-from actmem.modes import TARGETS, CompilerBudget, FromPlan, Full, Rules, SaveEverything, Selective, Targets, every_second
+from actmem.modes import (
+    TARGETS,
+    CompilerBudget,
+    FromPlan,
+    Full,
+    Rules,
+    SaveEverything,
+    Selective,
+    Targets,
+    every_second,
+)
 from actmem.plan import Plan, Rule, check_rules
 
 MODES = [

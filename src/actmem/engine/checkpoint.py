@@ -12,8 +12,8 @@ torch's cache on disk), so that a plan can never meet a graph that was partition
 Where a block cannot be traced whole (a graph break inside), Dynamo gives the frame up and runs it as it stands; then
 `torch.compiler.is_compiling()` is False in it, and the tape takes the block. Nobody has to choose.
 
-In eager (`engine="checkpoint"`) the same policy drives torch's selective checkpoint, which runs the block's Python a
-second time, with all that this brings. What can be restored around that second run is: random state and autocast by
+In eager (`engine="checkpoint"`) the same answers drive torch's checkpoint, which runs the block's Python a second time,
+with all that this brings. What can be restored around that second run is: random state and autocast by
 torch, the choice of attention backend and the numerics flags by this file.
 """
 
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from actmem.engine.deciding import Verdicts
 from actmem.engine.following import Following, Place
 from actmem.engine.operators import Operator, describe
+from actmem.engine.repeating import Keeping, Repeating
 from actmem.engine.tracing import Traced, Tracer
 from actmem.torchcompat import (
     attention_backends,
@@ -45,8 +46,6 @@ from actmem.torchcompat import (
 )
 
 __all__ = ["Compilation", "Family", "Kept", "run_checkpointed"]
-
-_SAVE, _RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 
 SAVED_WHATEVER = frozenset({"routing", "collective", "transfer", "unrepeatable"})
 """Reasons for which the tape never replays an operator that hold here too: a second run could give another result, or
@@ -112,7 +111,13 @@ class Compilation:
         for n in shape:
             num_bytes *= n
         op = str(node.target)
-        asked = "" if tag is None else "save" if tag in (_SAVE, CheckpointPolicy.PREFER_SAVE) else "recompute"
+        asked = (
+            ""
+            if tag is None
+            else "save"
+            if tag in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+            else "recompute"
+        )
         # Between two blocks the compiler itself changes the tag to save. What the plan said there is in the trace.
         said = {row.decision for row in self.asked.get(block, ()) if (row.module, row.op) == (module, op)}
         if len(said) == 1:
@@ -123,15 +128,15 @@ class Compilation:
 class Family:
     """The blocks of one class for which the plan says the same: they share one class, and one compiled graph."""
 
-    def __init__(self, verdicts: Verdicts, compilation: Compilation, *, routes: bool, traceable: bool) -> None:
+    def __init__(self, verdicts: Verdicts, compilation: Compilation, *, traceable: bool) -> None:
         self.verdicts = verdicts
         self.traceable = traceable
         """Whether a graph may take in these blocks; else they stay outside, and the tape runs them."""
         self.verdicts_keep_everything = verdicts.keeps_everything
         self.active = True
         self.compilation = compilation
-        self.needs_policy = routes or not verdicts.recomputes_everything
-        """Whether torch's plain checkpoint would do something else: save nothing, and route again."""
+        self.needs_answers = not verdicts.recomputes_everything
+        """Whether something must be put back in a second run: it may be saved, or a router's choice."""
 
         def traced() -> tuple[Any, Any]:
             return self._traced()
@@ -150,7 +155,12 @@ class Family:
             if block and not owner:
                 owner = block
                 self.compilation.asks(owner, tracer.rows)
-            return _answer(describe(op), module, tracer, counts, ctx.op_output, args, kwargs)
+            operator = describe(op)
+            if _answer(operator, module, tracer, counts, ctx.op_output, args, kwargs):
+                return CheckpointPolicy.MUST_SAVE
+            # What is free, or changes something, is left to the compiler.
+            free = operator.view or operator.writes
+            return CheckpointPolicy.PREFER_RECOMPUTE if free else CheckpointPolicy.MUST_RECOMPUTE
 
         return selective_contexts(policy)
 
@@ -168,7 +178,7 @@ def run_checkpointed(
 
     def contexts() -> tuple[Any, Any]:
         restored = _restored(backends, flags)
-        if not family.needs_policy:
+        if not family.needs_answers:
             return contextlib.nullcontext(), restored
         place, counts = Place(), family.verdicts.new_counts()
         deciding: Verdicts | Tracer = family.verdicts
@@ -176,11 +186,11 @@ def run_checkpointed(
             deciding = Tracer(family.verdicts)
             deciding.rows = decisions
 
-        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            return _answer(describe(op), place.address, deciding, counts, ctx.op_output, args, kwargs)
+        def answer(operator: Operator, args: Any, kwargs: Any, out: Any) -> str:
+            return _answer(operator, place.address, deciding, counts, out, args, kwargs)
 
-        recording, repeating = selective_contexts(policy)
-        return _both(Following(place, block), recording), _both(restored, repeating)
+        keeping = Keeping(answer)
+        return _both(Following(place, block), keeping), _both(restored, Repeating(keeping.kept))
 
     def forward(*args: Any) -> Any:
         return plain(block, *args, **kwargs)
@@ -190,13 +200,13 @@ def run_checkpointed(
 
 def _answer(
     operator: Operator, address: str, deciding: Verdicts | Tracer, counts: Any, out: Any, args: Any, kwargs: Any
-) -> CheckpointPolicy:
-    """Answer for one operator. What writes is always run again: a result that is put back writes nothing."""
+) -> str:
+    """Answer for one operator: "" (run it again), "save", or "copy". What writes is always run again."""
     if operator.view or operator.writes or operator.name.startswith(IGNORED_NAMESPACES):
-        return CheckpointPolicy.PREFER_RECOMPUTE
+        return ""
     why = deciding.decide(operator, address, counts, out)
     first = out if isinstance(out, torch.Tensor) else None
-    return _SAVE if why or operator.forbids(args, kwargs, first) in SAVED_WHATEVER else _RECOMPUTE
+    return "copy" if operator.forbids(args, kwargs, first) in SAVED_WHATEVER else why
 
 
 @contextlib.contextmanager
