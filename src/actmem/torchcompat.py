@@ -7,8 +7,9 @@ instead of somewhere in the middle of a backward pass.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.fx.traceback as _traceback
@@ -51,11 +52,13 @@ __all__ = [
     "named_buffers",
     "named_modules",
     "never_compile",
+    "num_bytes",
     "numerics",
     "outer_hooks",
     "restore_numerics",
     "saved_by_partitioner",
     "selective_contexts",
+    "sizes",
     "storage_key",
     "with_attention_backends",
     "without_autocast",
@@ -223,6 +226,18 @@ def compute_intensive() -> frozenset[str] | None:
     except (ImportError, AttributeError):
         return None
     return frozenset(str(op) for op in listed)
+
+
+def sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape as numbers. A symbolic size is taken as it was when the graph was traced, without a guard."""
+    return tuple(n if type(n) is int else int(cast("Any", n).node.hint or 0) for n in tensor.shape)
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of what a tensor shows, also where its sizes are symbolic; 0 for a nested one without sizes."""
+    if tensor.is_nested:
+        return 0
+    return math.prod(sizes(tensor)) * tensor.element_size()
 
 
 def module_stack() -> dict[str, Any] | None:

@@ -94,7 +94,7 @@ class Cell:
             assert report.num_replayed > 0 and report.held_bytes < report.plain_bytes
             assert not report.compiled and sum(kind.num_blocks for kind in report.kinds) == NUM_BLOCKS
         elif not isinstance(mode, SaveEverything):
-            assert report.compiled and not report.kinds and report.num_replayed == 0
+            assert report.compiled and not report.kinds and not report.unobserved and report.num_replayed == 0
             assert sum(graph.num_asked.get("recompute", 0) for graph in report.compiled) > 0
 
 

@@ -118,7 +118,7 @@ REPLAYED: dict[Mode, int] = {
 }
 
 
-@pytest.mark.parametrize("call", [0, 2], ids=["observed", "later"])
+@pytest.mark.parametrize("call", [pytest.param(0, marks=pytest.mark.slow), 2], ids=["observed", "later"])
 @pytest.mark.parametrize("mode", REPLAYED, ids=repr)
 def test_replayed_flops_are_those_derived_on_paper(mode: Mode, call: int) -> None:
     found = measured(mode, call=call)

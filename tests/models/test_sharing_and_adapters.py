@@ -69,7 +69,9 @@ def contents(cache: Any) -> dict[str, Tensor]:
     [True, False, pytest.param(None, marks=pytest.mark.slow)],
     ids=["cache", "no cache", "as configured"],
 )
-@pytest.mark.parametrize("mode", SHARING_MODES)
+@pytest.mark.parametrize(
+    "mode", ["full", "selective", pytest.param("matmul", marks=pytest.mark.slow), "attention", "norm and mlp"]
+)
 @pytest.mark.parametrize("name", SHARING)
 def test_layers_that_share_keys_and_values_train_as_in_plain_training_with_a_cache_and_without(
     name: str, mode: str, use_cache: bool | None
@@ -110,7 +112,7 @@ def test_keys_and_values_that_later_layers_read_are_projected_once_and_replayed_
         assert any(row.decision == "input" and len(row.shape) == 4 for row in kind.rows), "shared keys and values"
 
 
-@pytest.mark.parametrize("mode", SHARING_MODES)
+@pytest.mark.parametrize("mode", ["full", "selective"])
 def test_a_cache_that_the_caller_passes_in_grows_by_one_step_for_each_step(mode: str) -> None:
     from transformers import DynamicCache
 

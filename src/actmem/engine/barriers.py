@@ -35,7 +35,7 @@ from torch import Tensor
 
 from actmem.engine.values import Value
 
-__all__ = ["ACROSS", "TRIFLE_BYTES", "owe", "owes", "settle"]
+__all__ = ["ACROSS", "TRIFLE_BYTES", "all_debts", "owe", "owes", "settle"]
 
 TRIFLE_BYTES = 64
 
@@ -60,6 +60,20 @@ def owe(debts: tuple[Value, ...] | None, more: tuple[Value, ...]) -> tuple[Value
     if debts is None or debts is more:
         return more
     return debts + tuple(v for v in more if v not in debts)
+
+
+def all_debts(refs: list[tuple[Any, ...]]) -> tuple[Value, ...] | None:
+    """Return what a node that reads these owes. A version that is being filled piece by piece passes on its debts."""
+    debts = None
+    for ref in refs:
+        value: Value | None = ref[2]
+        if value is None or value.held is not None:
+            continue
+        if value.node is None and value.pending is None:
+            debts = owe(debts, (value,))
+        elif value.debts is not None:
+            debts = owe(debts, value.debts)
+    return debts
 
 
 def settle(value: Value, num_bytes: int, hold: Callable[[Value, Tensor], None], tensor: Tensor) -> None:

@@ -38,10 +38,12 @@ from actmem.torchcompat import (
     checkpoint,
     module_stack,
     named_modules,
+    num_bytes,
     numerics,
     restore_numerics,
     saved_by_partitioner,
     selective_contexts,
+    sizes,
     with_attention_backends,
 )
 
@@ -106,10 +108,6 @@ class Compilation:
     def _kept(self, node: Any) -> Kept:
         block, module = self.place(node.meta.get("nn_module_stack"))
         value, tag = node.meta["val"], node.meta.get("recompute")
-        shape = tuple(int(n) for n in value.shape)  # a symbolic size is taken as it was when the graph was traced
-        num_bytes = value.element_size()
-        for n in shape:
-            num_bytes *= n
         op = str(node.target)
         asked = (
             ""
@@ -122,7 +120,8 @@ class Compilation:
         said = {row.decision for row in self.asked.get(block, ()) if (row.module, row.op) == (module, op)}
         if len(said) == 1:
             (asked,) = said
-        return Kept(module, op, shape, str(value.dtype).removeprefix("torch."), num_bytes, asked)
+        dtype = str(value.dtype).removeprefix("torch.")
+        return Kept(module, op, sizes(value), dtype, num_bytes(value), asked)
 
 
 class Family:

@@ -14,7 +14,7 @@ from actmem import ops
 from actmem.engine.operators import Operator
 from actmem.engine.trees import tensors
 from actmem.plan import Rule, Slices
-from actmem.torchcompat import compute_intensive
+from actmem.torchcompat import compute_intensive, num_bytes
 
 __all__ = ["Verdicts", "resolve"]
 
@@ -44,6 +44,11 @@ class _Resolved:
     def static(self) -> bool:
         return self.modules is None and self.nth is None and not self.min_bytes
 
+    @property
+    def names_attention(self) -> bool:
+        """Tell whether attention is what the rule says of operators, or a part of it."""
+        return len(self.ops) == 1 and "attention" in self.ops[0].split("|")
+
     def covers(self, operator: Operator) -> bool:
         """Tell whether all that the rule says of operators is true of this one."""
         return all(_is_selected(op, operator) for op in self.ops)
@@ -56,6 +61,9 @@ class Verdicts:
         self._rules = rules
         self._attention = attention
         """Paths of the attention modules: where attention runs unfused, it is found there."""
+        asks = any(rule.names_attention or rule.target in KERNEL_OUTSIDE for rule in rules)
+        self._counted = ops.GROUPS["batched_matmul"] if asks and attention else frozenset[str]()
+        """Packets that are counted in attention modules whichever rule decides them: they tell where attention is."""
         self.known: dict[Operator, str] = {}
         """Operator -> "save" or "" (recompute), for operators whose decision never depends on anything else."""
         self._candidates: dict[str, tuple[tuple[_Resolved, str], ...]] = {}
@@ -97,15 +105,17 @@ class Verdicts:
         candidates = self._candidates.get(operator.name)
         if candidates is None:
             candidates = self._candidates[operator.name] = self._find(operator)
-            if len(candidates) == 1 and not operator.declared:
+            if len(candidates) == 1 and not operator.declared and operator.packet not in self._counted:
                 self.known[operator] = candidates[0][0].why
+        if operator.packet in self._counted:
+            self._count(address, counts)
         place = self._place(operator, address, counts) if any(asks for _, asks in candidates) else _NOWHERE
         for rule, asks in candidates:
             if asks and not _fits(asks, place):
                 continue
             if rule.modules is not None and not _under(address, rule.modules):
                 continue
-            if rule.min_bytes and sum(t.nbytes for t in tensors(out)) < rule.min_bytes:
+            if rule.min_bytes and sum(map(num_bytes, tensors(out))) < rule.min_bytes:
                 continue
             if rule.nth is not None:
                 count = counts.get(rule.index, 0)
@@ -123,7 +133,7 @@ class Verdicts:
         for rule in self._rules:
             if rule.target is None or rule.modules is None or not rule.covers(operator):
                 continue
-            if rule.target in KERNEL_OUTSIDE and not _fits(_OUTSIDE, counts.get(_PLACE, _NOWHERE)):
+            if rule.target in KERNEL_OUTSIDE and not _fits(_OUTSIDE, self._place(operator, address, counts)):
                 continue
             if _under(address, rule.modules):
                 found.append(rule.index)
@@ -137,7 +147,7 @@ class Verdicts:
                 found.append((rule, _OUTSIDE if rule.target in KERNEL_OUTSIDE else ""))
                 if rule.static:
                     break
-            elif rule.ops == ("attention",) and self._attention and operator.packet in ops.GROUPS["batched_matmul"]:
+            elif rule.names_attention and operator.packet in self._counted:
                 found.append((rule, _RESULT))
         return tuple(found)
 
@@ -148,31 +158,31 @@ class Verdicts:
             found = self._selected[rule.index, count] = rule.nth.contains(count)
         return found
 
+    def _count(self, address: str, counts: dict[Any, int]) -> None:
+        """Note a batched product of an attention module."""
+        path = self._attention_around(address)
+        if path is not None:
+            self.unfused = True
+            counts[path] = counts.get(path, 0) + 1
+
     def _place(self, operator: Operator, address: str, counts: dict[Any, int]) -> int:
-        """Say what part of attention a call is, and note it in `counts`.
+        """Say what part of attention a call is. Asked after it was counted.
 
         A fused kernel is one operator. Unfused attention is what lies between two batched products in an attention
         module: scores, mask, softmax, dropout, and the product of weights and values, which is its result.
         """
-        place = _NOWHERE
         if operator.packet in ops.GROUPS["attention"]:
-            place = _IN_KERNEL
-        else:
-            for path in self._attention:
-                if _inside(address, path):
-                    num_products = counts.get(path, 0)
-                    if operator.packet in ops.GROUPS["batched_matmul"]:
-                        self.unfused = True
-                        counts[path] = num_products + 1
-                        place = _KERNEL_RESULT if num_products % 2 else _IN_KERNEL
-                    elif num_products % 2:
-                        place = _IN_KERNEL
-                    break
-        counts[_PLACE] = place
-        return place
+            return _IN_KERNEL
+        path = self._attention_around(address)
+        num_products = 0 if path is None else counts.get(path, 0)
+        if operator.packet in self._counted and path is not None:
+            return _IN_KERNEL if num_products % 2 else _KERNEL_RESULT
+        return _IN_KERNEL if num_products % 2 else _NOWHERE
+
+    def _attention_around(self, address: str) -> str | None:
+        return next((path for path in self._attention if _inside(address, path)), None)
 
 
-_PLACE = "place in attention"
 _NOWHERE, _IN_KERNEL, _KERNEL_RESULT = 0, 1, 2
 _RESULT, _OUTSIDE = "the result of attention", "outside the kernel"
 
@@ -182,9 +192,12 @@ def _fits(asked: str, place: int) -> bool:
 
 
 def _is_selected(op: str, operator: Operator) -> bool:
-    if op == "compute_intensive":
-        return operator.packet in (compute_intensive() or ops.GROUPS[op])
-    return ops.matches(op, operator.packet, operator.overload)
+    return any(
+        operator.packet in (compute_intensive() or ops.GROUPS[part])
+        if part == "compute_intensive"
+        else ops.matches(part, operator.packet, operator.overload)
+        for part in op.split("|")
+    )
 
 
 def resolve(

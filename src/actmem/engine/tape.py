@@ -188,7 +188,7 @@ class Tape(Holdings, TorchDispatchMode):
                         s, size, version = a.untyped_storage(), a.size(), a._version
                     except (NotImplementedError, RuntimeError):  # sparse, nested, made in inference mode
                         self._refer(i, -1, a, refs)
-                        debts = _all_debts(refs)
+                        debts = barriers.all_debts(refs)
                         continue
                     v = values.get(s._cdata)
                     if v is None or v.storage() is not s or v.node is None or (version and v.slot >= 0):
@@ -201,10 +201,10 @@ class Tape(Holdings, TorchDispatchMode):
                     refs.append((i, -1, v, size, a.stride(), a.storage_offset(), a.dtype, bits))
                 elif type(a) is list or type(a) is tuple:
                     plain[i] = self._refer_list(i, a, refs)
-                    debts = _all_debts(refs)
+                    debts = barriers.all_debts(refs)
             if kwargs:
                 kwargs = self._refer_kwargs(kwargs, refs)
-                debts = _all_debts(refs)
+                debts = barriers.all_debts(refs)
             node = Node(func, plain, kwargs, refs)
             if operator.numerics:
                 node.flags = numerics()
@@ -327,7 +327,7 @@ class Tape(Holdings, TorchDispatchMode):
                 value.version = UNCHECKED  # its counter moves after this handler has returned
             made.append((-1 - k, _ref(value)))
             if coverage is not None and node is not None:
-                value.coverage, value.pending, value.debts = coverage, node, _all_debts(node.refs)
+                value.coverage, value.pending, value.debts = coverage, node, barriers.all_debts(node.refs)
                 node.outs = made
                 if coverage.full:
                     _promote(value)
@@ -397,7 +397,7 @@ class Tape(Holdings, TorchDispatchMode):
 
     def _remember(self, value: Value, storage: Any, tensor: Tensor, operator: Operator) -> None:
         if value.node is not None:
-            value.debts = value.debts or _all_debts(value.node.refs)
+            value.debts = value.debts or barriers.all_debts(value.node.refs)
         elif value.why not in KEPT:
             value.tensor = _ref(tensor)
             value.num_bytes = storage.nbytes()
@@ -561,20 +561,6 @@ class _Again:
         finally:
             for g, state in now:
                 g.set_state(state)
-
-
-def _all_debts(refs: list[tuple[Any, ...]]) -> tuple[Value, ...] | None:
-    """Return what a node that reads these owes. A version that is being filled piece by piece passes on its debts."""
-    debts = None
-    for ref in refs:
-        value: Value | None = ref[2]
-        if value is None or value.held is not None:
-            continue
-        if value.node is None and value.pending is None:
-            debts = barriers.owe(debts, (value,))
-        elif value.debts is not None:
-            debts = barriers.owe(debts, value.debts)
-    return debts
 
 
 def _promote(value: Value) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from actmem.engine.deciding import Verdicts
 from actmem.engine.operators import Operator
 from actmem.engine.trees import tensors
+from actmem.torchcompat import num_bytes
 
 __all__ = ["Traced", "Tracer", "log_once", "subsumed"]
 
@@ -70,7 +71,7 @@ class Tracer:
                 rule=self._verdicts.latest,
                 never=operator.never,
                 targets=self._verdicts.targets_of(operator, address, counts),
-                num_bytes=sum(t.nbytes for t in tensors(out) if not t.is_nested),
+                num_bytes=sum(map(num_bytes, tensors(out))),
             )
         )
         self._seen[address, operator.name] += 1
@@ -88,17 +89,33 @@ def log_once(rows: Iterable[Traced], rules: tuple[Any, ...], logged: set[tuple[s
 
 
 def subsumed(rows: Iterable[Traced]) -> dict[int, tuple[int, ...]]:
-    """Find targets that cover nothing which others do not: rule -> the rules that cover all of it.
+    """Find targets that could be left out, and no decision would change: rule -> the rules that decide in its place.
 
-    Judged by what each target covered when the blocks ran, not by names.
+    Judged by what each target covered when the blocks ran, not by names. Of two that cover the same, the later goes.
     """
-    covered: dict[int, set[int]] = {}
-    for number, row in enumerate(rows):
-        for rule in row.targets:
-            covered.setdefault(rule, set()).add(number)
-    found: dict[int, tuple[int, ...]] = {}
-    for rule, mine in covered.items():
-        others = {r: theirs for r, theirs in covered.items() if r != rule and r not in found and mine & theirs}
-        if mine <= set[int]().union(*others.values()):
-            found[rule] = tuple(others)
-    return found
+    rows = list(rows)
+    decided = {row.rule: row.decision for row in rows}
+    targets = {rule for row in rows for rule in row.targets}
+    found: dict[int, set[int]] = {}
+    for rule in sorted(targets, reverse=True):
+        instead = [_instead(rule, row, decided, targets, found) for row in rows if rule in row.targets]
+        if None not in instead:
+            found[rule] = {other for other in instead if other is not None}
+    # One that decides in place of another may be left out itself, and a third decides for both.
+    return {
+        rule: tuple(sorted(set[int]().union(*(found.get(other, {other}) for other in others))))
+        for rule, others in sorted(found.items())
+    }
+
+
+def _instead(
+    rule: int, row: Traced, decided: dict[int, str], targets: set[int], found: dict[int, set[int]]
+) -> int | None:
+    """Return the target's rule that decides a row alike if this one is left out; None if none is known to."""
+    if row.rule != rule:
+        return row.rule if row.rule in row.targets else None
+    later = next((other for other in sorted(row.targets) if other > rule and other not in found), None)
+    # A rule between the two that names no target might decide otherwise.
+    if later is None or not targets.issuperset(range(rule, later)) or decided.get(later) != row.decision:
+        return None
+    return later
