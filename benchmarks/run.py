@@ -8,11 +8,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import memory, overhead
+from benchmarks import compile as compiling
+from benchmarks import memory, overhead, targets
 from benchmarks.outcome import RESULTS, Outcome
 from benchmarks.table import DOCUMENT, update
 
-BENCHMARKS: dict[str, Callable[[], Outcome]] = {"memory": memory.run, "overhead": overhead.run}
+BENCHMARKS: dict[str, Callable[[], Outcome]] = {
+    "memory": memory.run,
+    "overhead": overhead.run,
+    "targets": targets.run,
+    "compile": compiling.run,
+}
+PAGES: dict[str, Callable[[Path], None]] = {"targets": targets.update, "compile": compiling.update}
+"""What writes the tables of a benchmark that has a page of its own, from the folder of the results."""
 
 
 def main(names: Sequence[str], *, results: Path = RESULTS, document: Path = DOCUMENT) -> int:
@@ -27,6 +35,8 @@ def main(names: Sequence[str], *, results: Path = RESULTS, document: Path = DOCU
         outcome = BENCHMARKS[name]()
         outcome.print(console)
         console.print(f"written: {outcome.write(results)}\n")
+        if name in PAGES:
+            PAGES[name](results)
         broken += [f"{name}: {b.name} = {b.value:.4f}, at most {b.limit}" for b in outcome.bounds if not b.kept]
     update(document, results)
     for line in broken:

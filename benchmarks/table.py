@@ -14,13 +14,22 @@ BEGIN = "<!-- results: written by `python -m benchmarks.table`, from here -->"
 END = "<!-- results: to here -->"
 
 
+ELSEWHERE = frozenset({"compile", "targets"})
+"""Results whose tables stand on a page of their own."""
+
+
 def update(document: Path, results: Path) -> None:
-    """Replace what stands between the two marks of `document` by tables of all results."""
-    before, rest = document.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    found = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    """Replace what stands between the two marks of `document` by tables of all results but those `ELSEWHERE`."""
+    found = [json.loads(path.read_text()) for path in sorted(results.glob("*.json")) if path.stem not in ELSEWHERE]
     text = "\n".join(line for result in found for line in _section(result))
-    document.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+    document.write_text(replaced(document.read_text(), BEGIN, END, text))
+
+
+def replaced(document: str, begin: str, end: str, text: str) -> str:
+    """Return the document with `text` between two marks, in place of what stood there."""
+    before, rest = document.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n\n{text}\n{end}{after}"
 
 
 def _section(result: dict[str, Any]) -> Iterator[str]:
@@ -32,7 +41,7 @@ def _section(result: dict[str, Any]) -> Iterator[str]:
         f"{env['cores']} cores, {env['threads']} thread(s)."
     )
     yield ""
-    yield from _rows(
+    yield from rows(
         ["promise", "value", "at most", "kept"],
         [
             [b["name"], shown("", b["value"]), shown("", b["limit"]), "yes" if b["kept"] else "**no**"]
@@ -42,13 +51,14 @@ def _section(result: dict[str, Any]) -> Iterator[str]:
     for group in alike(result["exact"]) + alike(result["measured"]):
         keys = list(next(iter(group.values())))
         headings = ["variant", *(k.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ") for k in keys)]
-        yield from _rows(headings, [[name, *(shown(k, f[k]) for k in keys)] for name, f in group.items()])
+        yield from rows(headings, [[name, *(shown(k, f[k]) for k in keys)] for name, f in group.items()])
 
 
-def _rows(headings: list[str], rows: list[list[str]]) -> Iterator[str]:
+def rows(headings: list[str], body: list[list[str]]) -> Iterator[str]:
+    """Write the lines of a table."""
     yield "| " + " | ".join(headings) + " |"
     yield "| --- |" + " ---: |" * (len(headings) - 1)
-    for row in rows:
+    for row in body:
         yield "| " + " | ".join(row) + " |"
     yield ""
 

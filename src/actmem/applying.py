@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
-from actmem.checking import check_rules, refuse_blocks, refuse_state
+from actmem.checking import check_offload, check_rules, device_of, refuse_blocks, refuse_state
 from actmem.engine.calling import Script, local, storages_of
 from actmem.engine.checkpoint import Compilation, Family
 from actmem.engine.deciding import resolve
 from actmem.engine.installing import install, uninstall
 from actmem.engine.tracing import log_once
 from actmem.errors import ModeError, PlanError, StructureError
-from actmem.modes import CompilerBudget, FromPlan, Full, Mode, Rules, SaveEverything, Selective, Targets
+from actmem.modes import (
+    CompilerBudget,
+    FromPlan,
+    Full,
+    Mode,
+    OffloadActivations,
+    Rules,
+    SaveEverything,
+    Selective,
+    Targets,
+)
+from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.report import Report, Trace, compiled_graphs, gather, paths_of, summarise
 from actmem.structure import Block, find_blocks, find_roles, fingerprint, layer_type
@@ -25,7 +38,8 @@ from actmem.torchcompat import compiler_budget, keep_graph_order, named_modules
 
 __all__ = ["Applied", "apply"]
 
-_MODES = (SaveEverything, Full, Selective, Targets, Rules, CompilerBudget, FromPlan)
+_MODES = (SaveEverything, Full, Selective, Targets, Rules, OffloadActivations, CompilerBudget, FromPlan)
+_FLEX = "higher_order.flex_attention"
 Engine = Literal["auto", "tape", "checkpoint"]
 Collectives = Literal["save", "recompute"]
 
@@ -39,6 +53,7 @@ class Applied:
         blocks: tuple[Block, ...],
         scripts: tuple[Script, ...],
         compilation: Compilation,
+        offloader: Offloader | None = None,
         undo: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.plan = plan
@@ -46,6 +61,7 @@ class Applied:
         self._blocks = blocks
         self._scripts = scripts
         self._compilation = compilation
+        self._offloader = offloader
         self._undo = list(undo)
 
     def report(self) -> Report:
@@ -60,6 +76,7 @@ class Applied:
             matched=set[int]().union(*(s.verdicts.matched for s in self._scripts)),
             notes=[*self._notes(), *self.trace().subsumed],
             compiled=compiled_graphs(self._compilation.graphs, self._compilation.asked, self._families()),
+            moved=None if self._offloader is None else self._offloader.ledger,
             checkpointed=[s.path for s in self._scripts if s.engine == "checkpoint" and s.decisions is not None],
         )
 
@@ -86,6 +103,8 @@ class Applied:
             notes.append(
                 f"{idle} block calls ran in eval mode with gradients on, and were left alone: call model.train()."
             )
+        if self.plan.offload is not None and self.plan.offload.pin and not torch.accelerator.is_available():
+            notes.append("pin = True has no meaning here: there is no accelerator, and so no page-locked memory.")
         given_up = tuple(s.path for s in self._scripts if s.given_up)
         if given_up:
             notes.append(
@@ -107,6 +126,8 @@ class Applied:
         """Change the model back into what it was. Graphs that were recorded before stay valid. May be called twice."""
         for block, script in zip(self._blocks, self._scripts, strict=True):
             uninstall(block.module, script)
+        if self._offloader is not None:
+            self._offloader.close()
         while self._undo:
             self._undo.pop()()
 
@@ -197,12 +218,15 @@ def apply(
         plan, found = mode, _blocks_of(model, mode, blocks, scope)
     else:
         found = find_blocks(model, blocks, scope)
-        plan = Plan(mode.rules(), tuple(b.path for b in found), fingerprint(model, found), repr(mode))
+        offload = getattr(mode, "offload", None)
+        plan = Plan(mode.rules(), tuple(b.path for b in found), fingerprint(model, found), repr(mode), offload)
     refuse_blocks(found)
     every_role, layer_types = find_roles(model, found), [layer_type(b.module) for b in found]
     if isinstance(mode, Selective):
         plan = _without_absent(plan, {name for its_roles in every_role for name in its_roles})
     check_rules(plan.rules, found, every_role, layer_types, model)
+    check_offload(plan, model, engine)
+    offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
     compilation = Compilation({b.path: b.module for b in found})
     roll = _Roll(plan, model)
     families: dict[Any, Family] = {}
@@ -231,6 +255,8 @@ def apply(
                 observed=roll.called,
                 state=roll.state,
                 reissue=collectives == "recompute",
+                offloader=offloader,
+                offload=plan.offload,
             )
         )
     roll.scripts = tuple(scripts)
@@ -242,7 +268,7 @@ def apply(
     classes: dict[Any, type] = {}
     for block, script in zip(found, scripts, strict=True):
         install(block.module, script, classes)
-    return Applied(plan, found, tuple(scripts), compilation, undo)
+    return Applied(plan, found, tuple(scripts), compilation, offloader, undo)
 
 
 def _without_absent(plan: Plan, present: set[str]) -> Plan:
@@ -258,6 +284,7 @@ class _Roll:
         self._named = frozenset(i for i, r in enumerate(plan.rules) if r.op or r.module or r.target)
         self._plan = plan
         self._logged: set[tuple[str, str]] = set()
+        self._warned = False
         self.scripts: tuple[Script, ...] = ()
 
     def state(self) -> frozenset[int]:
@@ -267,10 +294,24 @@ class _Roll:
             return frozenset()
         return frozenset(storages_of([local(t) for t in (*model.parameters(), *model.buffers())]))
 
+    def _warn_of_uncompiled(self) -> None:
+        """Warn where FlexAttention was seen as an operator: a compiled one shows only its kernels."""
+        bare = [s for s in self.scripts if any(row.op.startswith(_FLEX) for row in s.decisions or ())]
+        if bare and not self._warned:
+            self._warned = True
+            lost = " since torch.compile could not take in the whole block" if bare[0].given_up else ""
+            warnings.warn(
+                f"FlexAttention runs without compilation in {paths_of(tuple(s.path for s in bare))}{lost}: it is slow, "
+                "and holds all scores at once. Compile it by itself, and it stays compiled in any block: "
+                "flex_attention = torch.compile(flex_attention).",
+                stacklevel=2,
+            )
+
     def called(self) -> None:
         """Log what was decided, and notice, when every block has run once, that none of the plan's names matched."""
         decisions = [row for s in self.scripts for row in s.decisions or ()]
         log_once(decisions, self._plan.rules, self._logged)
+        self._warn_of_uncompiled()
         if not self._named or any(s.decisions is None for s in self.scripts):
             return
         if not self._named & set[int]().union(*(s.verdicts.matched for s in self.scripts)):

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from actmem import ops
 from actmem.engine.installing import applied_script
 from actmem.errors import ApplyError, ModeError
-from actmem.plan import Rule, Slices
+from actmem.plan import Plan, Rule, Slices
 from actmem.structure import Block
 from actmem.torchcompat import all_operator_names, named_modules
 
-__all__ = ["check_rules", "refuse_blocks", "refuse_state"]
+__all__ = ["check_offload", "check_rules", "device_of", "refuse_blocks", "refuse_state"]
 
 
 def refuse_state(model: nn.Module) -> None:
@@ -62,10 +63,6 @@ def check_rules(
     says so.
     """
     for rule in rules:
-        if rule.decision == "offload":
-            raise ModeError(
-                f"{rule!r}: this version saves and recomputes, and does not offload. Use 'save' or 'recompute'."
-            )
         if rule.op is not None:
             _check_operator(rule.op)
         if rule.module is not None:
@@ -93,8 +90,36 @@ def check_rules(
             )
 
 
+def check_offload(plan: Plan, model: nn.Module, engine: str) -> None:
+    """Refuse to offload where nothing says how, or where it would do nothing."""
+    asked = next((rule for rule in plan.rules if rule.decision == "offload"), None)
+    if asked is None and plan.offload is None:
+        return
+    if asked is None:
+        raise ModeError(f"{plan.offload!r} is given, but no rule offloads. Leave it out, or add Rule('offload', ...).")
+    if plan.offload is None:
+        raise ModeError(
+            f"{asked!r} offloads, but nothing says where to. Write Rules([...], offload=Offload(to='disk'))."
+        )
+    if engine == "checkpoint":
+        raise ModeError(
+            f"{asked!r} offloads, which the tape does, and engine = 'checkpoint' is torch's own. Leave engine out."
+        )
+    if plan.offload.to == "host" and not plan.offload.copy_cpu and device_of(model).type == "cpu":
+        raise ModeError(
+            "to = 'host', but the model is on the CPU: its activations are in host memory already. Write to='disk', "
+            "move the model to an accelerator first, or, for a test, say copy_cpu=True."
+        )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that the model's parameters are on; an accelerator's where they are on several."""
+    devices = {p.device for p in model.parameters()}
+    return next((d for d in devices if d.type not in ("cpu", "meta")), next(iter(devices), torch.device("cpu")))
+
+
 def _check_operator(selector: str) -> None:
-    if selector in ops.GROUPS or selector.startswith("replayable."):
+    if selector in ops.GROUPS or selector == ops.INPUT or selector.startswith("replayable."):
         return
     known = all_operator_names() | ops.HIGHER_ORDER
     for part in selector.split("|"):

@@ -11,6 +11,7 @@ All errors of actmem, and the builtin that each can also be caught as::
     │   ├── VersionError                something it needs was changed in place since
     │   ├── FreedStorageError           the memory of something it needs is gone
     │   └── SelfCheckError              it came back, but with other bits
+    ├── OffloadError (RuntimeError)     bytes could not be moved: no room, an I/O error, other bytes than were written
     └── UnsupportedError (RuntimeError) a torch feature that does not go together with actmem
 
 Each message says what was found, what is permitted, why in one clause, and what repairs it.
@@ -51,6 +52,10 @@ class FreedStorageError(ReplayError):
 
 class SelfCheckError(ReplayError):
     """Say that a replayed value differs from the one that was dropped."""
+
+
+class OffloadError(ActmemError, RuntimeError):
+    """Say that bytes could not be moved out or back: no room, an I/O error, or not the bytes that were written."""
 
 
 class UnsupportedError(ActmemError, RuntimeError):

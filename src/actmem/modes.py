@@ -10,8 +10,9 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import cast
 
 from actmem.errors import ModeError
-from actmem.ops import is_glob, split_selector
+from actmem.ops import INPUT, is_glob, split_selector
 from actmem.plan import TARGETS, Rule, Slices, check_rules, check_target
+from actmem.settings import Offload
 
 __all__ = [
     "TARGETS",
@@ -20,6 +21,7 @@ __all__ = [
     "FromPlan",
     "Full",
     "Mode",
+    "OffloadActivations",
     "Rules",
     "SaveEverything",
     "Selective",
@@ -60,15 +62,24 @@ class Full:
     """Index of the first layer to recompute."""
     layers: str | None = None
     """The layers to recompute as python-slice text: `:8` the first eight, `-4:` the last four, `0,4:6` these."""
+    offload_inputs: Offload | None = None
+    """Send what a block is given away as well, so that next to nothing of it stays. None: it is held."""
 
     def __post_init__(self) -> None:
+        _check_offload("offload_inputs", self.offload_inputs)
         _check_count("every", self.every, least=1, meaning="1 recomputes every layer, 2 every second")
         _check_count("first", self.first, least=0, meaning="0 starts at the first layer")
         _check_layers(self.layers, self.every, self.first)
 
     def rules(self) -> tuple[Rule, ...]:
         """Resolve to rules."""
-        return _only_in(_chosen_layers(self.layers, self.every, self.first), Rule("recompute"))
+        rules = [Rule("recompute")] if self.offload_inputs is None else [Rule("offload", op=INPUT), Rule("recompute")]
+        return _only_in(_chosen_layers(self.layers, self.every, self.first), *rules)
+
+    @property
+    def offload(self) -> Offload | None:
+        """Where offloaded values go."""
+        return self.offload_inputs
 
     def __repr__(self) -> str:
         return _written(self)
@@ -128,8 +139,11 @@ class Selective:
     """Distance between the layers that this is done to; the others save everything."""
     layers: str | None = None
     """The layers that this is done to, as python-slice text; the others save everything."""
+    offload: Offload | None = None
+    """Send what is saved away, instead of holding it. None: it is held."""
 
     def __post_init__(self) -> None:
+        _check_offload("offload", self.offload)
         example = "save=['attention', every_second('matmul')]"
         entries = _entries("save", self.save, example=example)
         for index, entry in enumerate(entries):
@@ -162,7 +176,8 @@ class Selective:
                 rules.append(Rule("recompute", target=name, op="matmul"))
             else:
                 rules.append(Rule("recompute", module=name if is_glob(name) else f"*.{name}", op="matmul"))
-        rules += [_selector_rule(entry, found=repr(entry), min_bytes=self.min_bytes) for entry in self.save]
+        saved = [_selector_rule(entry, found=repr(entry), min_bytes=self.min_bytes) for entry in self.save]
+        rules += saved if self.offload is None else [replace(rule, decision="offload") for rule in saved]
         return _only_in(_chosen_layers(self.layers, self.every), *rules, Rule("recompute"))
 
     def __repr__(self) -> str:
@@ -255,8 +270,11 @@ class Rules:
 
     listed: Sequence[Rule]
     """The rules, in the order in which they are tried."""
+    offload: Offload | None = field(default=None, kw_only=True)
+    """Where offloaded values go, if a rule offloads."""
 
     def __post_init__(self) -> None:
+        _check_offload("offload", self.offload)
         object.__setattr__(self, "listed", check_rules(self.listed))
 
     def rules(self) -> tuple[Rule, ...]:
@@ -264,7 +282,33 @@ class Rules:
         return tuple(self.listed)
 
     def __repr__(self) -> str:
-        return f"Rules({list(self.listed)!r})"
+        return f"Rules({list(self.listed)!r}{'' if self.offload is None else f', offload={self.offload!r}'})"
+
+
+@dataclass(frozen=True, repr=False)
+class OffloadActivations(Offload):
+    """Send everything that backward needs of the blocks away, and fetch it back in time. Recompute nothing.
+
+    What lies outside the blocks, such as the output head, whose activations are needed first, stays.
+
+    >>> OffloadActivations(to="disk", directory="/scratch").rules()
+    (Rule('offload'),)
+
+    Raises:
+        ModeError: if a field has a value that is not permitted.
+    """
+
+    def rules(self) -> tuple[Rule, ...]:
+        """Resolve to rules."""
+        return (Rule("offload"),)
+
+    @property
+    def offload(self) -> Offload:
+        """Where offloaded values go."""
+        return Offload(**{f.name: getattr(self, f.name) for f in fields(Offload)})
+
+    def __repr__(self) -> str:
+        return repr(self.offload).replace("Offload(", "OffloadActivations(", 1)
 
 
 @dataclass(frozen=True, repr=False)
@@ -291,7 +335,7 @@ class FromPlan:
         return f"FromPlan({self.path!r})"
 
 
-Mode = SaveEverything | Full | Selective | Targets | Rules | CompilerBudget | FromPlan
+Mode = SaveEverything | Full | Selective | Targets | Rules | OffloadActivations | CompilerBudget | FromPlan
 """What `apply` takes, besides a Plan."""
 
 
@@ -301,6 +345,11 @@ def _check_count(name: str, value: object, *, least: int, meaning: str, of: str 
             f"{name} = {value!r} is not permitted. Expected an int of {least} or more ({meaning}): "
             f"write {of}({'' if of == 'Full' else '..., '}{name}={least})."
         )
+
+
+def _check_offload(name: str, value: object) -> None:
+    if value is not None and type(value) is not Offload:
+        raise ModeError(f"{name} = {value!r} is no Offload. Write {name}=Offload(to='host') or Offload(to='disk').")
 
 
 def _check_layers(layers: object, every: int, first: int = 0) -> None:

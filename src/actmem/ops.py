@@ -70,6 +70,9 @@ GROUPS: dict[str, frozenset[str]] = {
 `compute_intensive` stands here as it is where torch's own list cannot be read; where it can, that list is taken.
 """
 
+INPUT = "input"
+"""Stands for what a block is given, and for all else that no operator of the block made and backward needs."""
+
 HIGHER_ORDER = frozenset(m for group in GROUPS.values() for m in group if m.startswith("higher_order."))
 """Operators that take functions. torch keeps no list of them."""
 

@@ -11,14 +11,15 @@ import os
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from actmem.errors import ModeError, PlanError
-from actmem.ops import GROUPS, did_you_mean, is_glob, packet_name, split_selector
+from actmem.ops import GROUPS, INPUT, did_you_mean, is_glob, packet_name, split_selector
+from actmem.settings import Offload
 
 Decision = Literal["save", "recompute", "offload"]
 DECISIONS: tuple[Decision, ...] = ("save", "recompute", "offload")
@@ -100,7 +101,8 @@ class Rule:
     target: str | None = None
     """Name of a part of the block, such as `norm` or `mlp`; `own:NAME` for one that the model itself declares."""
     op: str | None = None
-    """Operator group (`matmul`), operator (`aten.mm`), glob (`aten.*mm`), or several (`aten.mm|aten.linear`)."""
+    """Operator group (`matmul`), operator (`aten.mm`), glob (`aten.*mm`), or several (`aten.mm|aten.linear`). `input`
+    is what a block is given."""
     nth: str | None = None
     """Slice text (`::2`) over the count, from 0 in each block call, of operators that match the other selectors."""
     min_bytes: int = 0
@@ -171,6 +173,8 @@ class Plan:
     """What the plan was made for: a digest of the model's structure."""
     mode: str
     """The mode that the plan came from, as it was written."""
+    offload: Offload | None = None
+    """Where to and how, if a rule offloads."""
     version: int = PLAN_VERSION
     """The version of the plan's form."""
 
@@ -180,6 +184,10 @@ class Plan:
         for name in ("fingerprint", "mode"):
             if not isinstance(getattr(self, name), str):
                 raise ModeError(f"{name} = {getattr(self, name)!r} is no text. Expected a string.")
+        if self.offload is not None and not isinstance(self.offload, Offload):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
+            raise ModeError(
+                f"offload = {self.offload!r} is no Offload. Write Offload(to='host') or Offload(to='disk')."
+            )
         if type(self.version) is not int or self.version != PLAN_VERSION:
             raise ModeError(f"version = {self.version!r} is not known. Expected {PLAN_VERSION}.")
 
@@ -190,6 +198,8 @@ class Plan:
             f"{len(self.blocks)} block{'' if len(self.blocks) == 1 else 's'}: {' '.join(ends) or 'none'}",
             f"model fingerprint: {self.fingerprint}",
         ]
+        if self.offload is not None:
+            lines.append(f"offloading: {self.offload!r}")
         only = "everything" if len(self.rules) == 1 else "everything else"
         for number, rule in enumerate(self.rules, start=1):
             selectors = "  ".join(f"{name}={value}" for name, value in rule.selectors.items())
@@ -198,13 +208,15 @@ class Plan:
 
     def to_json(self) -> str:
         """Write the plan as JSON: the same plan always gives the same text."""
-        document = {
+        document: dict[str, object] = {
             "version": self.version,
             "mode": self.mode,
             "fingerprint": self.fingerprint,
             "blocks": list(self.blocks),
             "rules": [{"decision": rule.decision, **rule.selectors} for rule in self.rules],
         }
+        if self.offload is not None:
+            document["offload"] = asdict(self.offload)
         return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -356,7 +368,7 @@ def _check_op(op: str) -> None:
         for part in op.split("|"):
             _check_op(part)
         return
-    if op in GROUPS or is_glob(op):
+    if op in GROUPS or op == INPUT or is_glob(op):
         return
     if "." not in op and "::" not in op:
         raise ModeError(
@@ -434,7 +446,7 @@ def _explain(error: ValidationError) -> str:
     """Say in our own words what pydantic found first."""
     first = error.errors(include_url=False)[0]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    keys = _keys(Rule if len(first["loc"]) > 1 else Plan)
+    keys = _keys(Plan if len(first["loc"]) < 2 else Offload if first["loc"][0] == "offload" else Rule)
     name = str(first["loc"][-1]) if first["loc"] else ""
     match first["type"]:
         case "unexpected_keyword_argument":
@@ -442,7 +454,7 @@ def _explain(error: ValidationError) -> str:
         case "literal_error":  # the decision; say it as the rule itself does
             return f"{where}: {_unknown_decision(first['input'])}"
         case "missing":
-            return f"{where} is missing. Every plan has {', '.join(_keys(Plan))}; every rule has a decision."
+            return f"{where} is missing. Every plan has {', '.join(_required(Plan))}; every rule has a decision."
         case "value_error":  # one of our own checks
             message = str(cast(dict[str, Any], first)["ctx"]["error"])
             return f"{where}: {message}" if where else message
@@ -450,8 +462,12 @@ def _explain(error: ValidationError) -> str:
             return f"{where} = {first['input']!r} is not permitted: {first['msg'].lower()}."
 
 
-def _keys(kind: type[Rule] | type[Plan]) -> list[str]:
+def _keys(kind: type[Rule | Plan | Offload]) -> list[str]:
     return [field.name for field in fields(kind)]
+
+
+def _required(kind: type[Plan]) -> list[str]:
+    return [field.name for field in fields(kind) if field.default is MISSING]
 
 
 class _DuplicateKeyError(ValueError):

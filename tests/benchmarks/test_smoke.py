@@ -10,7 +10,8 @@ import torch
 
 import actmem
 from actmem import demo
-from benchmarks import memory, overhead, run
+from benchmarks import compile as compiling
+from benchmarks import memory, overhead, run, targets
 from benchmarks.models import FORMS, llama, quantised, train_step
 from benchmarks.outcome import RESULTS, Bound, Outcome
 from benchmarks.table import BEGIN, DOCUMENT, END, update
@@ -52,6 +53,31 @@ def test_memory_bounds_hold_in_small() -> None:
     ):  # of seven matmuls and attention all but the last matmul; without the saved ones, three
         assert 0 < found[f"{who} selective"]["replayed_flops"] < found[f"{who} full"]["replayed_flops"]
     assert found["plain"]["replayed_flops"] == 0
+
+
+def test_targets_are_measured_and_their_bounds_hold_in_small(tmp_path: Path) -> None:
+    families = ("Llama", "torchtitan-like, experts")
+    outcome = targets.run(targets.Scale(width=32, batch=1, length=16, num_layers=2), families=families)
+    assert not [bound for bound in outcome.bounds if not bound.kept]
+    assert len(outcome.bounds) == 6 and all(bound.exact for bound in outcome.bounds)
+    found = outcome.exact
+    assert found["Llama: plain"]["saved_fraction"] == 1 and found["Llama: plain"]["replayed_operators"] == 0
+    assert found["Llama: Full()"]["saved_bytes"] < found["Llama: Full(every=2)"]["saved_bytes"]
+    assert "Llama: moe_act" not in found and found["torchtitan-like, experts: moe_act"]["replayed_operators"] > 0
+    outcome.write(tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{targets.BEGIN}\nold\n{targets.END}\nafter\n")
+    targets.update(tmp_path, page)
+    text = page.read_text()
+    assert "### torchtitan-like, experts" in text and "| `norm` + `attn_proj` |" in text
+    assert "old" not in text and text.endswith("after\n")
+
+
+def test_the_committed_tables_of_targets_are_those_of_the_committed_results(tmp_path: Path) -> None:
+    copy = tmp_path / "tuning.md"
+    copy.write_text(targets.PAGE.read_text())
+    targets.update(page=copy)
+    assert copy.read_text() == targets.PAGE.read_text()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -102,6 +128,55 @@ def test_the_committed_tables_are_those_of_the_committed_results(tmp_path: Path)
     copy.write_text(DOCUMENT.read_text())
     update(copy, RESULTS)
     assert copy.read_text() == DOCUMENT.read_text()
+
+
+SMALL = compiling.Shape(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn=64, vocab=32, batch=2, length=32)
+
+
+def test_the_allocators_events_say_what_measure_says() -> None:
+    """For code that runs operator by operator; only they see into inductor's graphs."""
+    model, ids = compiling.build(SMALL, "moe"), SMALL.tokens()
+    actmem.apply(model, compiling.FORMS["selective, block"]("moe")[0])
+
+    def step() -> None:
+        loss = model(ids, ids)
+        with torch.profiler.record_function(compiling.MARK):
+            pass
+        loss.backward()
+
+    for _ in range(2):
+        step()
+    measured = actmem.measure(step, model=model)
+    # measure counts the gradient of the loss, a float, as saved: it is there when the first operator of backward runs
+    assert compiling.allocated(step) == (measured.step_bytes, measured.saved_bytes - 4)
+
+
+def test_compiled_and_eager_blocks_save_less_under_a_plan() -> None:
+    outcome = compiling.Outcome("compile", {})
+    with compiling.quiet():
+        for backend in ("eager", "aot_eager"):
+            compiling._blocks(outcome, SMALL, "dense", backend)
+    assert len(outcome.bounds) == 2 * 4 and all(bound.kept and bound.exact for bound in outcome.bounds)
+    assert outcome.exact["dense, aot_eager, selective, block"]["taken_in"] == "2 of 2"
+    assert outcome.exact["dense, aot_eager, selective, parts"]["taken_in"] == "4 of 4"
+
+
+@pytest.mark.slow
+def test_the_compile_benchmark_runs_in_small_and_its_budget_shows_a_defect() -> None:
+    outcome = compiling.run(SMALL, backends=("eager", "aot_eager"), budgets=(0.0, 0.25, 1.0))
+    assert all(bound.kept for bound in outcome.bounds)
+    breaking = outcome.exact["moe that breaks the graph, aot_eager, selective, parts"]
+    assert breaking["taken_in"] == "3 of 4", "both attentions and the dense feed-forward"
+    budgets = {b: outcome.exact[f"whole dense model, aot_eager, CompilerBudget({b})"] for b in (0.0, 0.25, 1.0)}
+    assert budgets[0.0]["saved_bytes"] < budgets[0.25]["saved_bytes"] < budgets[1.0]["saved_bytes"]
+    assert budgets[0.0]["peak_bytes"] > budgets[0.25]["peak_bytes"], "less budget, and a higher peak"
+
+
+def test_the_page_on_compile_has_the_committed_results(tmp_path: Path) -> None:
+    copy = tmp_path / "compile.md"
+    copy.write_text(compiling.PAGE.read_text())
+    compiling.update(page=copy)
+    assert copy.read_text() == compiling.PAGE.read_text()
 
 
 def test_the_demo_compares_every_gradient_and_counts_what_it_replays() -> None:

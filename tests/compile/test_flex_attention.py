@@ -1,5 +1,6 @@
 """FlexAttention inside an applied block: it stays compiled, trains to the bit, and never runs again."""
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -129,3 +130,32 @@ def test_flex_attention_compiled_by_inductor_trains_and_stays_compiled_on_an_acc
             counting.runs.clear()
             assert_same_bits(plain, gradients(model))
             assert counting.runs == {"forward": NUM_BLOCKS, "backward": NUM_BLOCKS}
+
+
+def _warnings_of_uncompiled(model: nn.Module) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught, actmem.apply(model, Full()):
+        warnings.simplefilter("always")
+        step(model)
+        step(model)
+    return [text for w in caught if "FlexAttention runs without compilation" in (text := str(w.message))]
+
+
+def test_flex_attention_without_compilation_is_warned_of_once_by_name() -> None:
+    with trainable_on_cpu():
+        (text,) = _warnings_of_uncompiled(build(flex(LENGTH), "dense"))
+        assert "in layers.0:" in text and "torch.compile(flex_attention)" in text
+
+
+def test_flex_attention_that_is_compiled_is_not_warned_of() -> None:
+    model = build(frozen(torch.compile(flex(LENGTH), fullgraph=True)), "dense")
+    assert not _warnings_of_uncompiled(model)
+
+
+def test_flex_attention_that_loses_its_compilation_with_its_block_is_warned_of() -> None:
+    with trainable_on_cpu():
+        model = build(flex(LENGTH), "moe")  # which breaks the graph, and only the block is compiled
+        for block in model.modules():
+            if isinstance(block, Block):
+                block.compile(backend="aot_eager")
+        (text,) = _warnings_of_uncompiled(model)
+        assert "since torch.compile could not take in the whole block" in text

@@ -1,5 +1,6 @@
 from typing import Any
 
+import pytest
 import torch
 
 from actmem.engine.deciding import Verdicts, resolve
@@ -122,3 +123,83 @@ def test_unfused_attention_is_the_second_product_in_an_attention_module() -> Non
 def test_an_operator_may_be_named_by_group_packet_overload_or_glob() -> None:
     for name in ("matmul", "aten.mm", "aten::mm", "aten.mm.default", "aten.m?"):
         assert kept(verdicts(Rule("save", op=name), Rule("recompute")), MM, ADD) == [True, False], name
+
+
+# ---------------------------------------------------------------- parts of modules
+
+
+SOFTMAX, FLASH = aten._softmax.default, aten._scaled_dot_product_flash_attention_for_cpu.default
+EVERY_ROLE = {**ROLES, "attn_proj": ("attn",), "moe_act": ("mlp",), "routed_experts": ("mlp",)}
+
+
+def parts(*rules: Rule, layer_type: str | None = None) -> Verdicts:
+    return resolve(rules, layer=1, num_layers=4, modules=MODULES, roles=EVERY_ROLE, layer_type=layer_type)
+
+
+UNFUSED = ((MM, "attn.q"), (ADD, "attn"), (BMM, "attn"), (SOFTMAX, "attn"), (BMM, "attn"), (MM, "attn"), (ADD, "attn"))
+
+
+def test_attn_proj_is_attention_without_a_fused_kernel() -> None:
+    of = parts(*Targets(["attn_proj"]).rules())
+    assert kept(of, (MM, "attn.q"), (FLASH, "attn"), (ADD, "attn"), (MM, "mlp")) == [False, True, False, True]
+
+
+def test_attn_proj_is_attention_without_what_lies_between_two_batched_products() -> None:
+    of = parts(*Targets(["attn_proj"]).rules())
+    for _ in range(2):
+        assert kept(of, *UNFUSED) == [False, False, True, True, True, False, False]
+
+
+@pytest.mark.parametrize("op", ["batched_matmul", "aten.bmm", "attention|aten.bmm"])
+def test_the_kernel_is_left_out_whatever_an_earlier_rule_says_of_its_products(op: str) -> None:
+    of = parts(Rule("save", op=op), *Targets(["attn_proj"]).rules())
+    for _ in range(2):
+        assert kept(of, *UNFUSED) == [False, False, True, True, True, False, False]
+
+
+def test_the_result_of_attention_is_found_behind_products_that_an_earlier_rule_took() -> None:
+    """Some models add a bias to the scores: `baddbmm` makes them, `bmm` the result."""
+    of = parts(Rule("recompute", op="aten.baddbmm"), Rule("save", op="attention"), Rule("recompute"))
+    for _ in range(2):
+        assert kept(of, (aten.baddbmm.default, "attn"), (SOFTMAX, "attn"), (BMM, "attn")) == [False, False, True]
+
+
+def test_attention_in_a_union_is_found_unfused_too() -> None:
+    of = parts(Rule("save", op="attention|aten.add"), Rule("recompute"))
+    assert kept(of, *UNFUSED) == [False, True, False, False, True, False, True]
+
+
+def test_moe_act_is_the_pointwise_operators_of_routed_experts() -> None:
+    of = parts(*Targets(["moe_act"]).rules())
+    grouped, silu = aten._grouped_mm.default, aten.silu.default
+    calls = ((grouped, "mlp"), (silu, "mlp"), (aten.mul.Tensor, "mlp.up"), (grouped, "mlp"), (silu, "attn"))
+    assert kept(of, *calls) == [True, False, False, True, True]
+
+
+def test_targets_say_what_they_cover_whichever_rule_decided() -> None:
+    of = parts(Rule("save", op="matmul"), *Targets(["attn_proj", "attention", "moe_act"]).rules())
+    counts, out = of.new_counts(), torch.empty(1)
+    covered: list[tuple[int, ...]] = []
+    for func, address in (*UNFUSED, (aten.silu.default, "mlp"), (ADD, "")):
+        of.decide(describe(func), address, counts, out)
+        covered.append(of.targets_of(describe(func), address, counts))
+    assert covered == [(1, 2), (1, 2), (2,), (2,), (2,), (1, 2), (1, 2), (3,), ()]
+
+
+def test_a_layer_type_is_a_glob_and_a_block_without_one_matches_none() -> None:
+    rules = (Rule("recompute", layer_type="sliding*"), Rule("save"))
+    assert kept(parts(*rules, layer_type="sliding_attention"), ADD) == [False]
+    assert kept(parts(*rules, layer_type="full_attention"), ADD) == [True]
+    assert kept(parts(*rules), ADD) == [True]
+
+
+def test_compute_intensive_is_found_alone_and_in_a_union() -> None:
+    for op in ("compute_intensive", "compute_intensive|aten.topk", "aten.topk|compute_intensive"):
+        of = parts(Rule("save", op=op), Rule("recompute"))
+        assert kept(of, MM, BMM, ADD, aten.topk.default) == [True, True, False, op != "compute_intensive"]
+
+
+def test_blocks_for_which_the_plan_says_the_same_share_a_key() -> None:
+    rules = (Rule("recompute", layers="::2", target="attn_proj"), Rule("save"))
+    keys = [resolve(rules, layer=i, num_layers=4, modules=MODULES, roles=EVERY_ROLE).key for i in range(4)]
+    assert keys[0] == keys[2] != keys[1] == keys[3]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from actmem.engine.away import Away
 from actmem.engine.checkpoint import Family, run_checkpointed
 from actmem.engine.cutting import Cut, smallest_cut
 from actmem.engine.following import Following
@@ -18,6 +19,8 @@ from actmem.engine.tape import Tape
 from actmem.engine.tracing import Traced, Tracer
 from actmem.engine.trees import tensors
 from actmem.errors import UnsupportedError
+from actmem.offloading.transfer import Offloader
+from actmem.settings import Offload
 from actmem.torchcompat import functorch_transform, never_compile, outer_hooks, storage_key
 
 __all__ = ["Script", "local", "storages_of"]
@@ -36,6 +39,8 @@ class Script:
         observed: Callable[[], None],
         state: Callable[[], frozenset[int]],
         reissue: bool = False,
+        offloader: Offloader | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self.path = path
         self.family = family
@@ -63,6 +68,10 @@ class Script:
         """Returns the storages of the model's parameters and buffers."""
         self._cuts = cuts
         """The smallest cuts of the programs seen so far, shared by all blocks."""
+        self._offloader = offloader
+        """Sends values away, for all blocks of the model."""
+        self._offload = offload
+        self._state_storages: frozenset[int] = frozenset()
         self._reissue = reissue
         """Functional collectives may run again."""
         self._cut: Cut | None = None
@@ -93,7 +102,8 @@ class Script:
         self.num_checked -= 1
         self.idle = not self.num_checked and self.verdicts.keeps_everything
         self._nested = _fsdp_units(block)
-        self.observation = Observation(self._state())
+        self._state_storages = self._state()
+        self.observation = Observation(self._state_storages)
         out = self._record(block, forward, args, kwargs, inputs, self.observation)
         self._cut_program(self.observation, inputs)
         self._observed()
@@ -118,6 +128,7 @@ class Script:
             trainable=lambda: _trainable_storages(block),
             cut=self._cut if self._cut is not None and self._cut_fits(inputs) else None,
             reissue=self._reissue,
+            away=self._away(),
         )
         try:
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
@@ -132,6 +143,17 @@ class Script:
             raise
         finally:
             tape.close()
+
+    def _away(self) -> Away | None:
+        if self._offloader is None or self._offload is None or not self.verdicts.offloads:
+            return None
+        return Away(
+            self._offloader,
+            min_bytes=self._offload.min_bytes,
+            inputs=self.verdicts.offloads_inputs,
+            state=self._state_storages,
+            cpu=self._offload.to == "disk" or self._offload.copy_cpu,
+        )
 
     def _run_twice(self, block: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Run under torch's checkpoint, which runs the forward a second time in the backward pass."""

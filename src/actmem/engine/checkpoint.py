@@ -20,7 +20,7 @@ torch, the choice of attention backend and the numerics flags by this file.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +132,7 @@ class Family:
         self.traceable = traceable
         """Whether a graph may take in these blocks; else they stay outside, and the tape runs them."""
         self.verdicts_keep_everything = verdicts.keeps_everything
+        self.offloads = verdicts.offloads and traceable
         self.active = True
         self.compilation = compilation
         self.needs_answers = not verdicts.recomputes_everything
@@ -176,9 +177,11 @@ def run_checkpointed(
     backends, flags = attention_backends(), numerics()
 
     def contexts() -> tuple[Any, Any]:
-        restored = _restored(backends, flags)
+        def restored() -> Any:
+            return _restored(backends, flags)
+
         if not family.needs_answers:
-            return contextlib.nullcontext(), restored
+            return contextlib.nullcontext(), _Contexts(restored)
         place, counts = Place(), family.verdicts.new_counts()
         deciding: Verdicts | Tracer = family.verdicts
         if decisions is not None:
@@ -189,7 +192,8 @@ def run_checkpointed(
             return _answer(operator, place.address, deciding, counts, out, args, kwargs)
 
         keeping = Keeping(answer)
-        return _both(Following(place, block), keeping), _both(restored, Repeating(keeping.kept))
+        first = _Contexts(lambda: Following(place, block), lambda: keeping)
+        return first, _Contexts(restored, lambda: Repeating(keeping.kept))
 
     def forward(*args: Any) -> Any:
         return plain(block, *args, **kwargs)
@@ -208,6 +212,23 @@ def _answer(
     return "copy" if operator.forbids(args, kwargs, first) in SAVED_WHATEVER else why
 
 
+class _Contexts:
+    """Enter some contexts, made anew each time: a graph that is kept is run again more than once."""
+
+    def __init__(self, *make: Callable[[], Any]) -> None:
+        self._make = make
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for make in self._make:
+                stack.enter_context(make())
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
 @contextlib.contextmanager
 def _restored(backends: Any, flags: tuple[Any, ...]) -> Generator[None]:
     """Run code under the attention backends and numerics flags that were in force in the forward pass."""
@@ -218,9 +239,3 @@ def _restored(backends: Any, flags: tuple[Any, ...]) -> Generator[None]:
             yield
     finally:
         restore_numerics(before)
-
-
-@contextlib.contextmanager
-def _both(outer: Any, inner: Any) -> Generator[None]:
-    with outer, inner:
-        yield

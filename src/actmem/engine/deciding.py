@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 from typing import Any
 
 from actmem import ops
@@ -31,7 +32,7 @@ class _Resolved:
     """A rule as it stands in one block: questions about the layer answered, modules listed by path."""
 
     why: str
-    """"save" to keep, "" to recompute."""
+    """"save" or "offload" to keep, "" to recompute."""
     ops: tuple[str, ...]
     """Selectors of operators that must all match."""
     modules: frozenset[str] | None
@@ -65,7 +66,7 @@ class Verdicts:
         self._counted = ops.GROUPS["batched_matmul"] if asks and attention else frozenset[str]()
         """Packets that are counted in attention modules whichever rule decides them: they tell where attention is."""
         self.known: dict[Operator, str] = {}
-        """Operator -> "save" or "" (recompute), for operators whose decision never depends on anything else."""
+        """Operator -> "save", "offload" or "" (recompute), where the decision never depends on anything else."""
         self._candidates: dict[str, tuple[tuple[_Resolved, str], ...]] = {}
         """Operator name -> the rules that may match it, in order, and which part of attention it must be for that."""
         self._selected: dict[tuple[int, int], bool] = {}
@@ -83,8 +84,22 @@ class Verdicts:
 
     @property
     def keeps_everything(self) -> bool:
-        """Tell whether no rule that can match here recomputes."""
-        return all(r.why for r in self._rules)
+        """Tell whether every rule that can match here saves, so that there is nothing to do."""
+        return all(r.why == "save" for r in self._rules)
+
+    @property
+    def offloads(self) -> bool:
+        """Tell whether a rule that can match here offloads."""
+        return any(r.why == "offload" for r in self._rules)
+
+    @functools.cached_property
+    def offloads_inputs(self) -> bool:
+        """Tell whether what no operator of the block made is offloaded: the first rule that speaks of it decides."""
+        for rule in self._rules:
+            if rule.modules is None and rule.ops in ((), (ops.INPUT,)):
+                self.matched.add(rule.index)
+                return rule.why == "offload"
+        return False
 
     @property
     def recomputes_everything(self) -> bool:
@@ -101,7 +116,10 @@ class Verdicts:
         return {}
 
     def decide(self, operator: Operator, address: str, counts: dict[Any, int], out: Any) -> str:
-        """Return "save" to keep what this call makes, "" to recompute it. What never changes is noted in `known`."""
+        """Return "save" or "offload" to keep what this call makes, "" to recompute it.
+
+        What never changes is noted in `known`.
+        """
         candidates = self._candidates.get(operator.name)
         if candidates is None:
             candidates = self._candidates[operator.name] = self._find(operator)
@@ -238,7 +256,7 @@ def resolve(
         selectors = (rule.op, TARGET_OPERATORS.get(rule.target or ""))
         resolved.append(
             _Resolved(
-                why="" if rule.decision == "recompute" else "save",
+                why="" if rule.decision == "recompute" else rule.decision,
                 ops=tuple(op for op in selectors if op is not None),
                 modules=where,
                 nth=None if rule.nth is None else Slices.parse(rule.nth),

@@ -20,6 +20,7 @@ from torch import nn
 
 from actmem.engine.calling import Script
 from actmem.engine.checkpoint import Family
+from actmem.errors import UnsupportedError
 from actmem.torchcompat import apart_from_graphs, checkpoint, never_compile
 
 __all__ = ["applied_script", "install", "uninstall"]
@@ -58,6 +59,13 @@ def _subclass(original: Any, family: Family) -> type:
             script.given_up = True
         return run(self, args, kwargs) if is_grad_enabled() else plain(self, *args, **kwargs)
 
+    @apart_from_graphs
+    def refuse(self: nn.Module) -> Any:
+        raise UnsupportedError(
+            f"{scripts[id(self)].path} is compiled, and its plan offloads, which no compiled graph does. Keep the "
+            "block out of graphs: actmem.apply(..., engine='tape'), or offload nothing."
+        )
+
     apart = apart_from_graphs(run)
 
     def traced(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,6 +73,8 @@ def _subclass(original: Any, family: Family) -> type:
             return given_up(self, args, kwargs)  # see NOTE [ Under torch.compile ]
         if not (self.training and is_grad_enabled() and family.active) or family.verdicts_keep_everything:
             return plain(self, *args, **kwargs)
+        if family.offloads:
+            return refuse(self)
         if not family.traceable:
             return apart(self, args, kwargs)
         # A graph break inside a `try` makes Dynamo give up this frame, and only then can the tape have it.

@@ -26,6 +26,7 @@ class Row:
         "kind",
         "module",
         "num_bytes",
+        "offloaded",
         "op",
         "overwritten",
         "parents",
@@ -57,6 +58,8 @@ class Row:
         """Position of its operator in the block call; -1 if it came from outside."""
         self.copied = False
         """It was copied before an operator overwrote it, because a replay may still need it."""
+        self.offloaded = False
+        """It was sent away when the forward was over."""
         self.overwritten = False
         """A later operator wrote on its storage."""
         self.parents: tuple[Row, ...] = ()

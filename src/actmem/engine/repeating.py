@@ -1,8 +1,8 @@
 """Keeping results of a forward that will run twice, and putting them back the second time: eager checkpointing.
 
-torch's own pair of modes does the same for most models. This one also keeps a copy of what must not change although
-the program writes on it later (the probabilities of a router, say, which are normalised in place), says by name what
-was written on where that cannot be helped, and lets a graph be used more than once.
+torch's own pair of modes does the same for most models. This one also copies a kept value before the block writes on
+it (the probabilities of a router, say, which are normalised in place), says by name what was written on where nobody
+saw it happen, and lets a graph be used more than once.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
+from actmem.engine.holding import storage_of
 from actmem.engine.operators import Operator, describe
 from actmem.engine.trees import put_together, take_apart
+from actmem.engine.writing import written_by
 from actmem.errors import VersionError
-from actmem.torchcompat import TorchDispatchMode, alias_in_handler, graph_is_kept
+from actmem.torchcompat import TorchDispatchMode, alias_in_handler, graph_is_kept, storage_key
 
 __all__ = ["Keeping", "Repeating"]
 
@@ -56,20 +58,36 @@ class Keeping(_Aware):
         super().__init__()
         self._answer = answer
         self.kept: _Kept = {}
+        self._places: dict[int, list[tuple[tuple[int, int], int]]] = {}
+        """Storage -> the kept values that lie on it: key, and position among its leaves."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator, and keep its result if it shall not run again."""
+        operator = describe(func)
+        if operator.writes and self._places:
+            self._copy_before(operator, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         key = self._key(func)
-        decision = self._answer(describe(func), args, kwargs or {}, out)
+        decision = self._answer(operator, args, kwargs or {}, out)
         if decision:
             leaves: list[Any] = []
             spec = take_apart(out, leaves)
             held = [_hold(leaf, decision) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self.kept[key] = spec, held, [_version(leaf) for leaf in held]
+            for position, leaf in enumerate(held):
+                if isinstance(leaf, Tensor) and (storage := storage_of(leaf)) is not None:
+                    self._places.setdefault(storage_key(storage), []).append((key, position))
         return out
+
+    def _copy_before(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copy the kept values on whose storage an operator is about to write."""
+        for _, _, tensor in written_by(operator, args, kwargs):
+            for key, position in self._places.pop(storage_key(tensor.untyped_storage()), ()):
+                _, held, versions = self.kept[key]
+                held[position] = held[position].clone()
+                versions[position] = _version(held[position])
 
 
 class Repeating(_Aware):

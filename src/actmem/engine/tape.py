@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from actmem.engine import barriers
+from actmem.engine.away import Away
 from actmem.engine.checksum import checksum, has_bytes
 from actmem.engine.coverage import Coverage
 from actmem.engine.cutting import Cut
@@ -108,6 +109,7 @@ class Tape(Holdings, TorchDispatchMode):
         trainable: Any,
         cut: Cut | None = None,
         reissue: bool = False,
+        away: Away | None = None,
     ) -> None:
         TorchDispatchMode.__init__(self)  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
         Holdings.__init__(self, inputs, trainable, observation)
@@ -123,6 +125,8 @@ class Tape(Holdings, TorchDispatchMode):
         them."""
         self._reissue = reissue
         """Functional collectives may run again. See NOTE [ Collectives again ] in `barriers.py`."""
+        self._away = away
+        """Takes what the plan offloads when the forward is over."""
         self._cut = cut
         self._index = 0
         self._dtype = torch.get_default_dtype()
@@ -540,7 +544,10 @@ class Tape(Holdings, TorchDispatchMode):
     def close(self) -> None:
         """Forget everything that no handle can reach. The tape records nothing after this."""
         self._recent.clear()
+        offered = [] if self._away is None else self._away.offered(self._values.values())
         self._forget()
+        if self._away is not None:
+            self._away.send(offered)
         if self.observation is not None:
             self.observation.settle()
 

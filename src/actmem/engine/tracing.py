@@ -29,7 +29,7 @@ class Traced:
     nth: int
     """How many calls of this operator the module had made before."""
     decision: str
-    """`save` or `recompute`."""
+    """`save`, `recompute` or `offload`."""
     rule: int
     """Index of the rule that decided."""
     never: str | None
@@ -67,7 +67,7 @@ class Tracer:
                 module=address,
                 op=operator.name,
                 nth=self._seen[address, operator.name],
-                decision="save" if why else "recompute",
+                decision=why or "recompute",
                 rule=self._verdicts.latest,
                 never=operator.never,
                 targets=self._verdicts.targets_of(operator, address, counts),

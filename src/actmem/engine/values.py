@@ -32,7 +32,7 @@ __all__ = ["Boxed", "Geometry", "Node", "Value", "copied", "flat", "geometry", "
 Geometry = tuple[Any, Any, Any, torch.dtype, int]
 """Size, stride, storage offset, dtype, and the conj (1) and neg (2) bits."""
 
-KEPT = ("save", "cut")
+KEPT = ("save", "offload", "cut")
 """Why a value is kept: the plan says so, or the smallest cut does."""
 
 UNCHECKED = -1

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from actmem import ops
 from actmem.engine.observing import Observation, Row
 from actmem.engine.operators import REASONS
+from actmem.offloading import Ledger
 from actmem.plan import Plan
 from actmem.report.compiled import CompiledGraph
 
@@ -28,8 +29,8 @@ class ReportRow:
     """Bytes of one such value."""
     count: int
     decision: str
-    """`save`, `recompute`, `input` (came from outside), `copy` (of something that was overwritten since), or `never`
-    (could not be replayed, so it is held)."""
+    """`save`, `recompute`, `offload`, `input` (came from outside), `copy` (of something that was overwritten since), or
+    `never` (could not be replayed, so it is held)."""
     why: str
     """For `never`: the reason. Else empty."""
     opaque: bool
@@ -80,6 +81,8 @@ class Report:
     """What torch.compile made of the blocks that it took in."""
     checkpointed: tuple[str, ...] = ()
     """Blocks that torch's own checkpoint ran, in eager."""
+    moved: Ledger | None = None
+    """What was sent away and came back, over all steps so far; None if the plan offloads nothing."""
 
     def _total(self, *decisions: str, by_autograd: bool | None = None) -> int:
         return sum(k.num_blocks * k.bytes_of(*decisions, by_autograd=by_autograd) for k in self.kinds)
@@ -87,7 +90,7 @@ class Report:
     @property
     def plain_bytes(self) -> int:
         """What plain autograd holds for backward inside the blocks."""
-        return self._total("save", "recompute", "input", "never", by_autograd=True)
+        return self._total("save", "recompute", "offload", "input", "never", by_autograd=True)
 
     @property
     def held_bytes(self) -> int:
@@ -103,6 +106,11 @@ class Report:
     def recomputed_bytes(self) -> int:
         """What plain autograd holds and this plan does not."""
         return self._total("recompute")
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """What was sent away in the observed step."""
+        return self._total("offload")
 
     @property
     def never_replayed_bytes(self) -> int:
@@ -152,6 +160,7 @@ def summarise(
     notes: Sequence[str] = (),
     compiled: tuple[CompiledGraph, ...] = (),
     checkpointed: Sequence[str] = (),
+    moved: Ledger | None = None,
 ) -> Report:
     """Fold observations, given as (path, kind, observation) in the order of the blocks, into a report."""
     folded: dict[tuple[str, tuple[ReportRow, ...]], list[str]] = {}
@@ -169,7 +178,7 @@ def summarise(
         if (kinds or elsewhere) and not unobserved
         else ()
     )
-    return Report(plan, kinds, tuple(unobserved), silent, tuple(notes), compiled, tuple(checkpointed))
+    return Report(plan, kinds, tuple(unobserved), silent, tuple(notes), compiled, tuple(checkpointed), moved)
 
 
 _OPAQUE = ("opaque", "unseen", "uninitialised")
@@ -206,6 +215,8 @@ def _packet(op: str) -> tuple[str, str]:
 
 
 def _decision(row: Row) -> str:
+    if row.offloaded:
+        return "offload"
     if not row.held:
         return "recompute" if row.saved else "replayed"
     if row.kind != "made" and row.copied:

@@ -45,6 +45,14 @@ def render(report: Report, *, width: int = 140) -> str:
             f"never replayed {size(report.never_replayed_bytes)}, {report.num_replayed} values replayed.",
             markup=False,
         )
+    if report.moved is not None:
+        moved = report.moved
+        console.print(
+            f"offloaded {size(report.offloaded_bytes)} in that step. So far {size(moved.out_bytes)} went out, "
+            f"{size(moved.back_bytes)} came back, {size(moved.dropped_bytes)} were dropped with graphs that died, "
+            f"{size(moved.waiting_bytes)} are away.",
+            markup=False,
+        )
     for graph in report.compiled:
         console.print()
         console.print(_graph_table(graph))
@@ -94,7 +102,7 @@ def _table(kind: KindReport) -> Table:
             continue
         decision = (
             row.decision
-            if row.by_autograd or row.decision in ("input", "copy", "never")
+            if row.by_autograd or row.decision in ("input", "copy", "never", "offload")
             else f"{row.decision} (a replay starts here)"
         )
         table.add_row(

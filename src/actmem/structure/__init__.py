@@ -12,8 +12,19 @@ Nothing here changes a model, runs it, or knows about decisions or tapes.
 """
 
 from actmem.structure.blocks import Block, find_blocks
+from actmem.structure.heads import find_head
 from actmem.structure.identity import fingerprint, plain_path
 from actmem.structure.layer_types import layer_type
 from actmem.structure.targets import ROLES, find_roles, roles
 
-__all__ = ["ROLES", "Block", "find_blocks", "find_roles", "fingerprint", "layer_type", "plain_path", "roles"]
+__all__ = [
+    "ROLES",
+    "Block",
+    "find_blocks",
+    "find_head",
+    "find_roles",
+    "fingerprint",
+    "layer_type",
+    "plain_path",
+    "roles",
+]

@@ -1,0 +1,156 @@
+"""Offload alone: everything that autograd saves while a context is entered, but the output head.
+
+For those who want nothing decided block by block. Values go away when autograd saves them, by saved-tensor hooks, on
+any model; inside a region of torch's checkpoint, and inside an applied block, the region's own hooks come first, and
+these see what it keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actmem.checking import device_of
+from actmem.engine.calling import storages_of
+from actmem.engine.values import geometry, see, without_bits
+from actmem.errors import ModeError
+from actmem.offloading import Ledger, Offloader, Ticket, make_offloader
+from actmem.settings import Offload
+from actmem.structure import find_head
+from actmem.torchcompat import alias, storage_key
+
+__all__ = ["Offloading", "offload"]
+
+
+class Offloading(contextlib.ContextDecorator):
+    """Offload what autograd saves while entered. Made by `offload`; may be entered again and again, one step at a time.
+
+    What was sent can be fetched after the context is left, as long as its graph lives.
+    """
+
+    def __init__(self, model: nn.Module, settings: Offload, *, warn_if_no_head: bool) -> None:
+        if settings.to == "host" and not settings.copy_cpu and device_of(model).type == "cpu":
+            raise ModeError(
+                "to = 'host', but the model is on the CPU: its activations are in host memory already. Write "
+                "to='disk', move the model to an accelerator first, or, for a test, say copy_cpu=True."
+            )
+        self._model = weakref.ref(model)
+        self._settings = settings
+        self._offloader = make_offloader(settings, device_of(model))
+        self._head = find_head(model)
+        if self._head is None and warn_if_no_head:
+            warnings.warn(
+                f"no output head was found in {type(model).__name__}, so its activations are offloaded too, although "
+                "backward needs them first. Say warn_if_no_head=False if that is meant.",
+                stacklevel=4,
+            )
+        self._state: frozenset[int] = frozenset()
+        self._past_head = False
+        self._entered: list[contextlib.ExitStack] = []
+        self._finalizer = weakref.finalize(self, Offloader.close, self._offloader)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The bytes that went out, came back, and were dropped, so far."""
+        return self._offloader.ledger
+
+    def close(self) -> None:
+        """Give up the store, as soon as nothing is away any more. Done by itself when this object dies."""
+        self._finalizer()
+
+    def __enter__(self) -> Offloading:
+        model = self._model()
+        assert model is not None, "the model is gone"
+        self._state = frozenset(storages_of([*model.parameters(), *model.buffers()]))
+        self._past_head = False
+        with contextlib.ExitStack() as stack:
+            if self._head is not None:
+                for handle in (
+                    model.register_forward_pre_hook(self._begins),
+                    self._head.register_forward_pre_hook(self._reaches_head),
+                ):
+                    stack.callback(handle.remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+            self._entered.append(stack.pop_all())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+    def _begins(self, *_: Any) -> None:
+        self._past_head = False
+
+    def _reaches_head(self, *_: Any) -> None:
+        self._past_head = True  # and so is the loss, which comes after
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if self._past_head or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+            return tensor
+        storage = tensor.untyped_storage()
+        stays = (
+            storage.nbytes() < max(self._settings.min_bytes, 1)
+            or (tensor.is_leaf and tensor.requires_grad)
+            or tensor.device.type == "meta"
+            or (tensor.device.type == "cpu" and self._settings.to == "host" and not self._settings.copy_cpu)
+            or storage_key(storage) in self._state
+        )
+        if stays:
+            return tensor
+        return _Packed(self._offloader.send(without_bits(alias(tensor))), geometry(tensor))
+
+
+class _Packed:
+    """What autograd holds in the place of a saved tensor."""
+
+    __slots__ = ("geometry", "ticket")
+
+    def __init__(self, ticket: Ticket, seen_as: Any) -> None:
+        self.ticket, self.geometry = ticket, seen_as
+
+
+def _unpack(packed: Any) -> Tensor:
+    if type(packed) is not _Packed:
+        return packed
+    with torch.no_grad():
+        return see(packed.ticket.fetch_shared(), *packed.geometry)
+
+
+def offload(
+    model: nn.Module,
+    *,
+    to: str = "host",
+    warn_if_no_head: bool = True,
+    **settings: Any,
+) -> Offloading:
+    """Return a context in which all that autograd saves is offloaded, but the output head and what follows it.
+
+    Args:
+        model: any module. It is not changed.
+        to: "host" or "disk".
+        warn_if_no_head: whether to warn where no output head is found.
+        **settings: the other fields of `Offload`, such as min_bytes, in_flight_bytes, directory.
+
+    >>> model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256))
+    >>> with offload(model, to="disk", min_bytes=1024, warn_if_no_head=False) as away:
+    ...     model(torch.randn(16, 256)).square().sum().backward()
+    >>> away.ledger.out_bytes == away.ledger.back_bytes > 0
+    True
+    >>> away.close()
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
+        raise ModeError(f"model = {model!r} is no module. Write actmem.offload(model, to='disk').")
+    make: Callable[..., Offload] = Offload
+    try:
+        given = make(to=to, **settings)
+    except TypeError as error:
+        raise ModeError(f"{error}. The settings are the fields of actmem.Offload.") from None
+    return Offloading(model, given, warn_if_no_head=warn_if_no_head)

@@ -1,0 +1,69 @@
+"""The examples in the documentation run, and what it lists is complete."""
+
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import actmem
+from actmem import Applied, Full, Rule, Selective, Targets, ops
+from actmem.plan import TARGETS
+from tests.zoo import ZOO
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("modes.md", "tuning.md")
+# What the examples call the user's models.
+MODELS = {
+    "model": "qwen3",
+    "moe_model": "qwen3_moe",
+    "sliding_model": "gemma3_sliding",
+    "vision_language": "vision_language",
+}
+
+
+def examples() -> list[Any]:
+    found = []
+    for page in PAGES:
+        text = (DOCS / page).read_text()
+        for block in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            line = text[: block.start()].count("\n") + 2
+            found.append(pytest.param(page, line, block[1], id=f"{page}:{line}"))
+    return found
+
+
+def stepper(case: str) -> Callable[[nn.Module], None]:
+    def train_step(model: nn.Module) -> None:
+        ZOO[case].step(model).backward()
+
+    return train_step
+
+
+@pytest.mark.parametrize(("page", "line", "code"), examples())
+def test_an_example_runs_and_what_it_applies_trains(
+    page: str, line: int, code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {"actmem": actmem, "torch": torch, "folder": tmp_path}
+    for name, case in MODELS.items():
+        if re.search(rf"\b{name}\b", code):
+            given |= {name: ZOO[case].build(), "train_step": stepper(case)}
+    exec(compile("\n" * (line - 1) + code, str(DOCS / page), "exec"), given)
+    applied = given.get("applied")
+    if not isinstance(applied, Applied):
+        return
+    for name in MODELS:
+        if name in given:
+            given["train_step"](given[name])
+    assert applied.report().num_replayed > 0
+    applied.remove()
+
+
+def test_the_page_of_modes_names_every_group_target_and_option() -> None:
+    text = (DOCS / "modes.md").read_text()
+    options = {field.name for kind in (Rule, Full, Selective, Targets) for field in fields(kind)} - {"_", "names"}
+    wanted = {*ops.GROUPS, *TARGETS, *(option for option in options if "offload" not in option)}
+    assert [name for name in sorted(wanted) if f"`{name}`" not in text and f"{name}=" not in text] == []
