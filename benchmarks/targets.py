@@ -25,6 +25,7 @@ from benchmarks.table import replaced, rows
 PAGE = Path(__file__).parent.parent / "docs" / "tuning.md"
 BEGIN = "<!-- tables: written by `python -m benchmarks.targets`, from here -->"
 END = "<!-- tables: to here -->"
+LADDER_BEGIN, LADDER_END = BEGIN.replace("tables", "ladder"), END.replace("tables", "ladder")
 
 MODES: dict[str, Mode] = {
     "Full()": Full(),
@@ -36,6 +37,15 @@ MODES: dict[str, Mode] = {
 """Beside the targets. The names of selective modes say what they save."""
 TOGETHER = (("norm", "attn_proj"), ("norm", "mlp"), ("norm", "moe_act"), ("norm", "attention", "routed_experts"))
 """Targets that are asked for at once, where a model has all of them."""
+LADDER = {
+    "norm": 'Targets(["norm"])',
+    "save attention, matmul, grouped_matmul": 'Selective(save=["attention", "matmul", "grouped_matmul"])',
+    "save attention, every second matmul": 'Selective(save=["attention", every_second("matmul")])',
+    "norm + mlp": 'Targets(["norm", "mlp"])',
+    "save attention": 'Selective(save=["attention"])',
+    "Full()": "Full()",
+}
+"""What to try one after the other, for the first of the families."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +243,15 @@ def _bound(outcome: Outcome) -> None:
 def update(results: Path = RESULTS, page: Path = PAGE) -> None:
     """Write the tables of docs/tuning.md from the results."""
     result = json.loads((results / "targets.json").read_text())
-    page.write_text(replaced(page.read_text(), BEGIN, END, "\n".join(_tables(result))))
+    text = replaced(page.read_text(), LADDER_BEGIN, LADDER_END, "\n".join(_ladder(result)))
+    page.write_text(replaced(text, BEGIN, END, "\n".join(_tables(result))))
+
+
+def _ladder(result: dict[str, Any]) -> Iterator[str]:
+    family = result["settings"]["families"][0]
+    found = [(mode, result["exact"][f"{family}: {name}"]) for name, mode in LADDER.items()]
+    body = [[f"`{mode}`", f"{f['saved_fraction']:.0%}", f"{f['replayed_fraction']:.0%}"] for mode, f in found]
+    return rows(["mode", "saved", "run again"], body)
 
 
 def _tables(result: dict[str, Any]) -> Iterator[str]:

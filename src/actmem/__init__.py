@@ -15,6 +15,7 @@ from actmem.errors import (
     ApplyError,
     FreedStorageError,
     ModeError,
+    OffloadError,
     PlanError,
     ReplayError,
     SelfCheckError,
@@ -23,9 +24,21 @@ from actmem.errors import (
     VersionError,
 )
 from actmem.measuring import Measurement, measure
-from actmem.modes import CompilerBudget, FromPlan, Full, Rules, SaveEverything, Selective, Targets, every_second
+from actmem.modes import (
+    CompilerBudget,
+    FromPlan,
+    Full,
+    OffloadActivations,
+    Rules,
+    SaveEverything,
+    Selective,
+    Targets,
+    every_second,
+)
 from actmem.plan import Plan, Rule
 from actmem.report import Report, Trace
+from actmem.sending import offload
+from actmem.settings import Offload
 from actmem.verification import Verification, verify
 
 __all__ = [
@@ -38,6 +51,9 @@ __all__ = [
     "Full",
     "Measurement",
     "ModeError",
+    "Offload",
+    "OffloadActivations",
+    "OffloadError",
     "Plan",
     "PlanError",
     "ReplayError",
@@ -56,6 +72,7 @@ __all__ = [
     "apply",
     "every_second",
     "measure",
+    "offload",
     "replayable",
     "verify",
 ]

@@ -123,7 +123,9 @@ def _check_operator(selector: str) -> None:
         return
     known = all_operator_names() | ops.HIGHER_ORDER
     for part in selector.split("|"):
-        packet, _ = ops.packet_name(part)
+        if part in ops.GROUPS:
+            continue
+        packet = None if ops.is_glob(part) else ops.packet_name(part)[0]
         if not any(ops.matches(part, name, "default") or name == packet for name in known):
             hint = ops.did_you_mean(part, sorted({*known, *ops.GROUPS}))
             raise ModeError(

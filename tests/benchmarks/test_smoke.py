@@ -66,9 +66,11 @@ def test_targets_are_measured_and_their_bounds_hold_in_small(tmp_path: Path) -> 
     assert "Llama: moe_act" not in found and found["torchtitan-like, experts: moe_act"]["replayed_operators"] > 0
     outcome.write(tmp_path)
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{targets.BEGIN}\nold\n{targets.END}\nafter\n")
+    marks = (targets.LADDER_BEGIN, targets.LADDER_END, targets.BEGIN, targets.END)
+    page.write_text("before\n{}\nold\n{}\nbetween\n{}\nold\n{}\nafter\n".format(*marks))
     targets.update(tmp_path, page)
     text = page.read_text()
+    assert '| `Targets(["norm", "mlp"])` |' in text.split("between")[0]
     assert "### torchtitan-like, experts" in text and "| `norm` + `attn_proj` |" in text
     assert "old" not in text and text.endswith("after\n")
 

@@ -6,6 +6,7 @@ distance to eager plain training must not be larger than that of compiled plain 
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from actmem import (
     CompilerBudget,
     Full,
     ModeError,
+    Offload,
     Report,
     Rule,
     Rules,
@@ -88,7 +90,23 @@ def test_gradients_are_those_of_compiled_plain_training_and_less_is_saved(name: 
     assert torch.equal(plain.loss, managed.loss)
     assert differing(plain.gradients, managed.gradients) == []
     assert_taken_in(managed)
-    assert managed.measure().saved_bytes < plain_bytes
+    if (name, mode) in ALREADY_LEAST:
+        assert_norms_are_not_held(managed)
+    else:
+        assert managed.measure().saved_bytes < plain_bytes
+
+
+ALREADY_LEAST = {("llama_lora", "norm")}
+"""Compiled plain training saves the fewest bytes that the partitioner finds. A plan that forbids it to save norms can
+make it save more elsewhere."""
+
+
+def assert_norms_are_not_held(run: Trained) -> None:
+    assert run.applied is not None
+    rows = [row for block in run.applied.trace().blocks for row in block.rows if row.decision == "recompute"]
+    norms = {(row.module, row.op) for row in rows}
+    held = {(kept.module, kept.op) for graph in run.applied.report().compiled for kept, _ in graph.saved}
+    assert norms and not norms & held
 
 
 GIVEN_UP = ("llama_use_cache", "moe_topk", "torchtitan_moe", "gemma4_shared_kv")
@@ -111,7 +129,8 @@ def test_a_block_that_no_graph_takes_in_has_the_bits_of_eager_plain_training(nam
     assert managed.applied is not None
     report = managed.applied.report()
     assert report.kinds and report.num_replayed > 0
-    assert any("could not take in the whole block" in note for note in report.notes)
+    if name != "llama_use_cache":  # there Dynamo gives up before it reaches the block
+        assert any("could not take in the whole block" in note for note in report.notes)
 
 
 @pytest.mark.slow
@@ -332,6 +351,26 @@ def test_the_report_says_which_engine_ran_what_was_asked_and_what_the_partitione
     ]
 
 
+class Residual(Tiny):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def test_what_the_report_says_a_graph_saves_is_what_a_measured_step_saves() -> None:
+    """Full recomputation saves the inputs of the blocks alone, so the difference to it is what the report lists."""
+    measured: dict[str, int] = {}
+    for name, mode in (("full", Full()), ("selective", Selective(save=["matmul"], force_recompute=[]))):
+        torch._dynamo.reset()
+        model = Stack(Residual, 3)
+        with actmem.apply(model, mode) as applied:
+            compiled(model, "block.compile")
+            stepped(model, model)
+            measured[name] = actmem.measure(lambda: stepped(model, model), model=model).saved_bytes  # noqa: B023
+            (graph,) = applied.report().compiled
+            assert len(graph.shared_with) == 2
+    assert measured["selective"] - measured["full"] == 3 * graph.saved_bytes == 3 * 12 * 16 * 4
+
+
 def test_where_two_blocks_meet_in_one_graph_what_the_partitioner_holds_is_named() -> None:
     """The result of the first block is the input of the second: the graph holds it, whatever the plan says."""
     model = Stack(Tiny)
@@ -451,12 +490,14 @@ def test_engine_tape_keeps_the_blocks_out_of_compiled_graphs() -> None:
 # ---------------------------------------------------------------- refused
 
 
-def test_an_offload_decision_is_refused_before_anything_is_compiled() -> None:
+@pytest.mark.parametrize("how", HOW)
+def test_an_offload_decision_is_refused_in_a_compiled_block(how: str, tmp_path: Path) -> None:
     model = Stack(Tiny)
-    compiled(model, "block.compile")
-    with pytest.raises(ModeError, match="does not offload"):
-        actmem.apply(model, Rules([Rule("offload", op="matmul"), Rule("save")]))
-    assert type(model.layers[0]) is Tiny
+    mode = Rules([Rule("offload", op="matmul"), Rule("save")], offload=Offload(to="disk", directory=str(tmp_path)))
+    with actmem.apply(model, mode):
+        call = compiled(model, how)
+        with pytest.raises(UnsupportedError, match=r"layers\.0 is compiled, and its plan offloads, which no compiled"):
+            call(torch.ones(2, 6, 8, requires_grad=True))
 
 
 # ---------------------------------------------------------------- the compiler's own budget
@@ -491,6 +532,20 @@ def test_the_budget_of_the_compiler_changes_what_its_graphs_save() -> None:
                 assert differing(plain.gradients, run.gradients) == []
                 saved[fraction] = run.measure().saved_bytes
     assert saved[0.0] < saved[0.5] < saved[1.0] == saved["plain"]
+
+
+@pytest.mark.slow
+def test_the_budget_of_the_compiler_recomputes_dropout_with_other_numbers_and_a_plan_does_not() -> None:
+    """A defect of torch 2.13 on a CPU that docs/compile.md names. When it is gone, this fails: strike it there."""
+    case = ZOO["transformer_encoder"]
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        plain = trained(case, None, "model")
+        budgeted = trained(case, CompilerBudget(0.5), "model")
+        assert budgeted.applied is not None
+        budgeted.applied.remove()
+        planned = trained(case, Full(), "model")
+    assert distance(plain.gradients, budgeted.gradients) > 1e-3
+    assert differing(plain.gradients, planned.gradients) == []
 
 
 def test_the_budget_of_the_compiler_raises_where_nothing_is_compiled() -> None:

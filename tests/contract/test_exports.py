@@ -13,6 +13,9 @@ PROMISED = {
     "Full",
     "Measurement",
     "ModeError",
+    "Offload",
+    "OffloadActivations",
+    "OffloadError",
     "Plan",
     "PlanError",
     "ReplayError",
@@ -31,6 +34,7 @@ PROMISED = {
     "apply",
     "every_second",
     "measure",
+    "offload",
     "replayable",
     "verify",
 }

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from actmem.offloading.accelerator import AcceleratorLane
 from actmem.offloading.lanes import Copy
 from actmem.offloading.stores import Slot
-from tests.offloading.virtual import CELL, Bytes, Finding, VirtualDevice
+from tests.offloading.virtual import CELL, Bytes, Compute, Event, Finding, VirtualDevice
 
 
 class ArenaSlot(Slot):
@@ -110,7 +110,7 @@ class Tickets:
         if not self.device.owns(tensor):
             return Ticket(None, tensor)
         parcel = self.known(tensor)
-        if parcel is None or parcel.version != tensor._version:
+        if parcel is None or parcel.num_views == 0 or parcel.version != tensor._version:
             parcel = self.post(tensor)
         parcel.num_views += 1
         return Ticket(parcel, None, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
@@ -211,12 +211,28 @@ class Program:
         """Tensors of the program, and what they hold. Views share a base on both sides."""
         self.saved: list[Saved] = []
         self.observed: list[tuple[Bytes, Bytes]] = []
+        self.touched: weakref.WeakKeyDictionary[Any, Event] = weakref.WeakKeyDictionary()
+        """Storage -> an event after the last kernel that touched it."""
         self.num_sent = 0
+
+    def order(self, *tensors: Tensor) -> None:
+        """Put the current stream behind the last kernels on some tensors. Streams are not ordered otherwise."""
+        for tensor in tensors:
+            event = self.touched.get(tensor.untyped_storage())
+            if event is not None:
+                self.device.wait(self.device.compute, event)
+
+    def kernel(self, what: str, reads: list[Tensor], writes: list[Tensor], compute: Compute) -> None:
+        self.order(*reads, *writes)
+        self.device.kernel(what, reads, writes, compute)
+        event = self.device.record(self.device.compute)
+        for tensor in (*reads, *writes):
+            self.touched[tensor.untyped_storage()] = event
 
     def run(self, num_steps: int = 2) -> Outcome:
         held: list[int] = []
         for _ in range(num_steps):
-            for _ in range(self.random.randint(6, 16)):
+            for _ in range(self.random.randint(6, 20)):
                 self.random.choice(self.OPERATIONS)(self)
             if self.random.random() < 0.8:
                 self.live.clear()
@@ -239,7 +255,7 @@ class Program:
     # ------------------------------------------------------------------ forward
 
     def make(self) -> None:
-        num_bytes = self.random.choice([64, 64, 128, 192])
+        num_bytes = self.random.choice([64, 64, 64, 128])
         reads = self.random.sample(self.live, min(len(self.live), self.random.randint(0, 2)))
         constant = self.random.randrange(256)
         out = self.device.allocate(num_bytes)
@@ -251,7 +267,7 @@ class Program:
                 mixed = mixed * 3 + np.resize(source, num_bytes)
             targets[0][...] = (mixed & 255).astype(np.uint8)
 
-        self.device.kernel("make", [t for t, _ in reads], [out], compute)
+        self.kernel("make", [t for t, _ in reads], [out], compute)
         compute([e for _, e in reads], [expected])
         self.live.append((out, expected))
 
@@ -277,15 +293,16 @@ class Program:
                 targets[0][...] = ((sources[0].astype(np.int64) * 5 + constant) & 255).astype(np.uint8)
 
             self.tickets.about_to_write(tensor)
-            self.device.kernel("write in place", [tensor], [tensor], compute)
+            self.kernel("write in place", [tensor], [tensor], compute)
             compute([expected], [expected])
             increment_version(tensor)
 
-    def send(self) -> None:
+    def send(self, place: int = 1 << 30) -> None:
         if self.live:
             index = self.random.randrange(len(self.live))
             tensor, expected = self.live[index]
-            self.saved.append(Saved(self.tickets.send(tensor), expected.copy(), on_device=True))
+            self.order(tensor)
+            self.saved.insert(place, Saved(self.tickets.send(tensor), expected.copy(), on_device=True))
             self.num_sent += 1
             if self.random.random() < 0.5:
                 del self.live[index]
@@ -299,9 +316,27 @@ class Program:
             del self.live[self.random.randrange(len(self.live))]
 
     def switch(self) -> None:
-        self.device.switch(self.random.choice(self.streams))
+        self.device.compute = self.random.choice(self.streams)
 
-    OPERATIONS = (make, make, make, make, view, view, write, send, send, send, send, send_host, free, free, switch)
+    OPERATIONS = (
+        make,
+        make,
+        make,
+        make,
+        view,
+        view,
+        write,
+        send,
+        send,
+        send,
+        send,
+        send_host,
+        free,
+        free,
+        switch,
+        switch,
+        switch,
+    )
 
     # ------------------------------------------------------------------ backward
 
@@ -323,6 +358,10 @@ class Program:
                 self.make()
             if self.random.random() < 0.5:
                 self.free()
+            if not skipped and self.saved and self.random.random() < 0.25:  # the forward of another microbatch
+                self.switch()
+                self.make()
+                self.send(place=0)
 
     def use(self, one: Saved) -> None:
         fetched = self.tickets.fetch(one.ticket)
@@ -339,5 +378,5 @@ class Program:
             observed.append((sources[0].copy(), one.expected))
             targets[0][...] = np.resize(sources[0], 64)
 
-        self.device.kernel("use", [fetched], [gradient], compute)
+        self.kernel("use", [fetched], [gradient], compute)
         self.live.append((gradient, np.resize(one.expected, 64)))

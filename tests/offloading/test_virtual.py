@@ -15,6 +15,7 @@ from torch import Tensor
 
 from actmem.errors import OffloadError
 from actmem.offloading.accelerator import AcceleratorLane
+from benchmarks import offload_simulated
 from tests.offloading.programs import ArenaStore, MakeLane, MakeTickets, Parcel, Program, Ticket, Tickets
 from tests.offloading.virtual import Event, Stream, VirtualDevice
 
@@ -416,10 +417,47 @@ def test_release_frees_a_source_in_the_order_of_the_host() -> None:
     assert not device.findings
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_memory_of_another_stream_is_reused_only_behind_its_copy(marked: bool) -> None:
+    device = VirtualDevice(eager=0.0)
+    lane = AcceleratorLane(device if marked else NoKeepAlive(device))
+    store, first, second = ArenaStore(device), device.compute, device.new_stream()
+    source = device.allocate(64)
+    device.kernel("make", [], [source], _nothing)
+    device.wait(second, device.record(first))
+    device.compute = second  # another stream saves what the first one made, and does nothing else with it
+    copy = lane.out(source, store, store.take(64))
+    del source
+    copy.release()
+    device.compute = first
+    again = device.allocate(64)
+    device.kernel("make again", [], [again], _nothing)
+    assert [f.kind for f in device.findings] == ([] if marked else ["reuse before its read"])
+
+
+def _nothing(reads: list[Any], writes: list[Any]) -> None:
+    pass
+
+
+def test_simulated_step_time_is_within_two_percent_of_the_lower_bound() -> None:
+    points = offload_simulated.curve()
+    assert {p.link_gb_per_second for p in points} >= {8, 900} and len({p.block_bytes for p in points}) == 3
+    assert max(p.over_bound for p in points) <= 1.02
+    assert min(p.over_bound for p in points) >= 1.0, "faster than the bound: the bound is wrong"
+    assert max(p.peak_tensors for p in points) <= 8, "of 256"
+
+
+def test_the_simulation_sees_what_streams_are_good_for() -> None:
+    point = offload_simulated.simulate(64, 64 << 20, num_blocks=8, use_streams=False)
+    assert point.over_bound > 1.4
+    assert offload_simulated.simulate(64, 64 << 20, num_blocks=8).over_bound < 1.02
+    assert offload_simulated.simulate(64, 64 << 20, num_blocks=8, in_flight=1).over_bound > 1.1
+
+
 def test_a_slot_of_another_kind_and_other_shapes_are_refused_by_name() -> None:
     device = VirtualDevice()
     lane, store = AcceleratorLane(device), ArenaStore(device)
-    with pytest.raises(OffloadError, match="Take a slot with store.take"):
+    with pytest.raises(OffloadError, match=r"Take a slot with store\.take\(64\)"):
         lane.out(device.allocate(64), store, store.take(32))
     with pytest.raises(OffloadError, match="contiguous tensors only"):
         lane.out(device.allocate(64)[::2], store, store.take(32))

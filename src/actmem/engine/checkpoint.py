@@ -53,6 +53,13 @@ SAVED_WHATEVER = frozenset({"routing", "collective", "transfer", "unrepeatable"}
 """Reasons for which the tape never replays an operator that hold here too: a second run could give another result, or
 speak to other processes again."""
 
+_ASKED = {
+    CheckpointPolicy.MUST_SAVE: "save",
+    CheckpointPolicy.PREFER_SAVE: "save",
+    CheckpointPolicy.MUST_RECOMPUTE: "recompute",
+    CheckpointPolicy.PREFER_RECOMPUTE: "either",
+}
+
 IGNORED_NAMESPACES = ("profiler.", "fsdp.")
 """Operators that are no part of the computation, or that must run again where it does."""
 
@@ -68,7 +75,8 @@ class Kept:
     dtype: str
     num_bytes: int
     asked: str
-    """What the plan says: `save`, `recompute`, or "" outside the blocks."""
+    """What the plan says: `save`, `recompute`, `either` (a view or a write, left to the compiler), or "" outside the
+    blocks."""
 
 
 class Compilation:
@@ -109,13 +117,7 @@ class Compilation:
         block, module = self.place(node.meta.get("nn_module_stack"))
         value, tag = node.meta["val"], node.meta.get("recompute")
         op = str(node.target)
-        asked = (
-            ""
-            if tag is None
-            else "save"
-            if tag in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-            else "recompute"
-        )
+        asked = _ASKED.get(tag, "")
         # Between two blocks the compiler itself changes the tag to save. What the plan said there is in the trace.
         said = {row.decision for row in self.asked.get(block, ()) if (row.module, row.op) == (module, op)}
         if len(said) == 1:
@@ -138,6 +140,11 @@ class Family:
         self.needs_answers = not verdicts.recomputes_everything
         """Whether something must be put back in a second run: it may be saved, or a router's choice."""
 
+        last = verdicts.key[0][-1]
+        self._rest = last.index if last.static and not last.ops else -1
+        """The rule for all that no other names. To save the rest means what it does without a plan: in a graph the
+        partitioner may then recompute what is cheap, and to forbid it would hold more than compiled plain training."""
+
         def traced() -> tuple[Any, Any]:
             return self._traced()
 
@@ -156,11 +163,16 @@ class Family:
                 owner = block
                 self.compilation.asks(owner, tracer.rows)
             operator = describe(op)
-            if _answer(operator, module, tracer, counts, ctx.op_output, args, kwargs):
+            if operator.writes and not operator.name.startswith(IGNORED_NAMESPACES):
+                # In a graph it writes on nothing, and what it makes can be held like any value.
+                saves = tracer.decide(operator, module, counts, ctx.op_output)
+                return CheckpointPolicy.PREFER_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+            answer = _answer(operator, module, tracer, counts, ctx.op_output, args, kwargs)
+            if answer == "save" and self.verdicts.latest == self._rest:
+                return CheckpointPolicy.PREFER_SAVE
+            if answer:
                 return CheckpointPolicy.MUST_SAVE
-            # What is free, or changes something, is left to the compiler.
-            free = operator.view or operator.writes
-            return CheckpointPolicy.PREFER_RECOMPUTE if free else CheckpointPolicy.MUST_RECOMPUTE
+            return CheckpointPolicy.PREFER_RECOMPUTE if operator.view else CheckpointPolicy.MUST_RECOMPUTE
 
         return selective_contexts(policy)
 

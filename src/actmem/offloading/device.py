@@ -43,7 +43,7 @@ class TorchDevice:
         stream.wait_event(event)
 
     def synchronise(self, event: torch.Event, timeout_seconds: float) -> bool:
-        """Block until the event is done; tell whether it was in time. Asks repeatedly: torch's own wait has no limit."""
+        """Block until the event is done; tell whether it was in time. Polls, because torch's own wait has no limit."""
         deadline = time.monotonic() + timeout_seconds
         pause_seconds = 1e-5
         while not event.query():

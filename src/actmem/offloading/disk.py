@@ -214,6 +214,8 @@ class DiskStore:
                 f"way = 'direct': the file system of {str(self.path.parent.parent)!r} does not permit it. "
                 "Use way='buffered', or a directory on another disk."
             )
+        if not direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._folder.fd, 0, 0, os.POSIX_FADV_RANDOM)  # what is read ahead stays in the page cache
         return "direct" if direct else "buffered"
 
     def _grow(self, num_bytes: int, needed_bytes: int) -> None:

@@ -79,6 +79,7 @@ class HostStore:
         if num_bytes <= 0:
             raise OffloadError(f"num_bytes = {num_bytes}: a slot has at least one byte. Offload no empty tensor.")
         with self._lock, torch.inference_mode(False), without_dispatch_modes():
+            self._register.check()
             self._sort_in()
             room_bytes = class_bytes(num_bytes, power_of_two=self.is_pinned)
             fitting = [b for b in self._idle if room_bytes <= b.numel() <= room_bytes + room_bytes // 4]

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch
 
-from actmem.errors import ModeError
 from actmem.offloading.accelerator import AcceleratorLane
 from actmem.offloading.device import TorchDevice
 from actmem.offloading.disk import DiskStore
 from actmem.offloading.host import HostStore
+from actmem.offloading.lanes import Lane
+from actmem.offloading.staged import StagedLane
+from actmem.offloading.stores import Store
 from actmem.offloading.threads import ThreadLane
 from actmem.offloading.transfer import Offloader
 from actmem.settings import Offload
@@ -25,20 +27,14 @@ def make(offload: Offload, device: torch.device) -> Offloader:
         OffloadError: the directory cannot be used, or there is no room.
     """
     on_cpu = device.type == "cpu"
-    if offload.to == "disk" and not on_cpu:
-        raise ModeError(
-            f"to = 'disk' for a model on {device} is not carried out by this version: values would have to pass through "
-            "host memory first. Write to='host'."
-        )
-    if offload.to == "disk":
+    lane: Lane = ThreadLane() if on_cpu else AcceleratorLane(TorchDevice(device), use_streams=offload.use_streams)
+    if offload.to == "host":
+        store: Store = HostStore(pin=offload.pin and not on_cpu, limit_bytes=offload.limit_bytes)
+    else:
         directory = None if offload.directory is None else Path(offload.directory)
-        return _with(offload, DiskStore(directory, limit_bytes=offload.limit_bytes), ThreadLane())
-    store = HostStore(pin=offload.pin and not on_cpu, limit_bytes=offload.limit_bytes)
-    lane = ThreadLane() if on_cpu else AcceleratorLane(TorchDevice(device), use_streams=offload.use_streams)
-    return _with(offload, store, lane)
-
-
-def _with(offload: Offload, store: DiskStore | HostStore, lane: ThreadLane | AcceleratorLane) -> Offloader:
+        store = DiskStore(directory, limit_bytes=offload.limit_bytes)
+        if not on_cpu:
+            lane = StagedLane(lane, ThreadLane(), HostStore(pin=offload.pin, limit_bytes=None))
     return Offloader(
         store,
         lane,

@@ -2,14 +2,16 @@
 
 NOTE [ The way to the disk ]
 Bytes go past the page cache (O_DIRECT) wherever the file system permits it. What is left in the page cache is memory,
-and memory is what offloading is to free. Measured with `benchmarks/disk_ways.py` on a virtual NVMe disk (ext4),
-writing through the cache, waiting, and dropping the pages was slower for every size up to 16 MiB and took twice the
-processor time; a mapped file was slower still.
+and memory is what offloading is to free. `benchmarks/disk_ways.py` compares the ways, each with the bytes on the disk
+and out of the cache in the end. On a virtual disk with ext4, writing through the cache was as fast at best and half as
+fast at worst, and took a third more processor time; reading through it was fast from 4 MiB on, but what is read ahead
+stays behind; writing to a mapped file was slowest. The raw disk did 2 GiB/s, summing 5 GiB/s, copying 5 GiB/s: one
+after the other they would be half as fast as the disk alone.
 
 O_DIRECT wants memory that starts at a multiple of 512 or 4096 bytes; tensors start at multiples of 64. So bytes pass
-through a ring of three aligned buffers of up to 2 MiB, which stay in the processor's cache. Copying and summing one
-piece goes on while the disk works on the others: the kernel's asynchronous I/O (io_submit) needs no thread for that,
-and its waits can be bounded. Where it is missing, pieces are moved one after the other.
+through a ring of three aligned buffers of up to 2 MiB. Copying and summing one piece goes on while the disk works on
+the others: the kernel's asynchronous I/O (io_submit) needs no thread for that, and its waits can be bounded. Where it
+is missing, pieces are moved one after the other.
 
 A buffer is the kernel's until its piece is done. So an error is raised only after all pieces have ended; and if the
 disk does not answer in time, the ring is never used nor freed again.
@@ -23,6 +25,8 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -102,7 +106,7 @@ class Pipe:
             signed = [w - _WORD if w >= _WORD // 2 else w for w in _WEIGHTS]
             self._weights = torch.tensor(signed, dtype=torch.int64, device="cpu")
         self._address = self._ring.data_ptr()
-        self._words = self._ring.view(torch.int64).view(_NUM_BUFFERS, -1, ALIGN_BYTES // 8)
+        self._words = self._ring.view(torch.int64).view(_NUM_BUFFERS, -1, ALIGN_BYTES // 8).unbind()
         self._requests = (_Request * _NUM_BUFFERS)()
         self._events = (_Event * _NUM_BUFFERS)()
         self._waiting: dict[int, int] = {}  # buffer -> bytes that the disk is busy with
@@ -125,7 +129,7 @@ class Pipe:
         """Write memory to the file at an aligned offset, with zeros up to the next aligned end. Return a checksum."""
         pieces = _pieces(num_bytes)
         checksum = 0
-        try:
+        with self._orderly():
             for i, (start, length) in enumerate(pieces):
                 buffer, room = i % _NUM_BUFFERS, _aligned(length)
                 self._wait_for(buffer)
@@ -134,16 +138,13 @@ class Pipe:
                 ctypes.memset(place + length, 0, room - length)
                 self._begin(_WRITE, buffer, room, offset + start)
                 checksum = self._add(checksum, buffer, room)
-        finally:
-            self._end()
-        self._raise()
         return checksum
 
     def read(self, address: int, num_bytes: int, offset: int) -> int:
         """Fill memory from the file. Return the checksum of what was read."""
         pieces = _pieces(num_bytes)
         checksum = 0
-        try:
+        with self._orderly():
             for i, (start, length) in enumerate(pieces[:_NUM_BUFFERS]):
                 self._begin(_READ, i, _aligned(length), offset + start)
             for i, (start, length) in enumerate(pieces):
@@ -156,10 +157,10 @@ class Pipe:
                 if i + _NUM_BUFFERS < len(pieces):
                     then, more = pieces[i + _NUM_BUFFERS]
                     self._begin(_READ, buffer, _aligned(more), offset + then)
-        finally:
-            self._end()
-        self._raise()
         return checksum
+
+    def __del__(self) -> None:
+        self.close()
 
     def close(self) -> None:
         """Let go of the queue."""
@@ -170,9 +171,8 @@ class Pipe:
     def _add(self, checksum: int, buffer: int, room: int) -> int:
         """Add a piece to a checksum: every word of a page, each page with a weight of its own, pieces in order."""
         num_pages = room // ALIGN_BYTES
-        with torch.no_grad(), without_dispatch_modes():
-            pages = self._words[buffer, :num_pages].sum(1)
-            total = int(torch.dot(pages, self._weights[:num_pages]))
+        pages = self._words[buffer].narrow(0, 0, num_pages).sum(1)
+        total = int(torch.dot(pages, self._weights.narrow(0, 0, num_pages)))
         return (checksum * 1099511628211 + total) % _WORD
 
     def _begin(self, opcode: int, buffer: int, num_bytes: int, offset: int) -> None:
@@ -187,9 +187,10 @@ class Pipe:
         )
         if self.has_queue and _SYSCALLS is not None:
             pointers = (ctypes.c_void_p * 1)(ctypes.addressof(request))
+            self._waiting[buffer] = num_bytes  # before: an interrupt in between must not lose sight of it
             if _libc.syscall(_SYSCALLS[2], self._queue, ctypes.c_long(1), pointers) == 1:
-                self._waiting[buffer] = num_bytes
                 return
+            del self._waiting[buffer]
         self._move(buffer, 0)
 
     def _move(self, buffer: int, done: int) -> None:
@@ -222,10 +223,8 @@ class Pipe:
                 self._events,
                 ctypes.byref(moment),
             )
-            if found < 0 and ctypes.get_errno() != errno.EINTR:
-                self._error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-                found = 0
-            if found <= 0 and (self._error is not None or time.monotonic() >= deadline):
+            refused = found < 0 and ctypes.get_errno() != errno.EINTR
+            if refused or (found <= 0 and time.monotonic() >= deadline):
                 _STUCK.append(self)
                 raise OffloadError(
                     f"the disk did not answer for {size(self._waiting[buffer])} in {self._timeout_seconds:g} seconds. "
@@ -241,12 +240,20 @@ class Pipe:
         elif result < num_bytes:
             self._move(buffer, result)
 
-    def _end(self) -> None:
-        if self not in _STUCK:
-            for buffer in list(self._waiting):
-                self._wait_for(buffer)
-
-    def _raise(self) -> None:
+    @contextmanager
+    def _orderly(self) -> Generator[None]:
+        """Let no piece outlive the copy it belongs to, and raise what befell one."""
+        self._error = None
+        with torch.no_grad(), without_dispatch_modes():
+            try:
+                yield
+            finally:
+                try:
+                    for buffer in list(self._waiting) if self not in _STUCK else ():
+                        self._wait_for(buffer)
+                finally:
+                    if self._waiting and self not in _STUCK:  # a second interrupt
+                        _STUCK.append(self)
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -263,8 +270,8 @@ def takes_direct(fd: int) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | direct)
         pipe = Pipe(fd, use_queue=False)
-        here = torch.zeros(ALIGN_BYTES, dtype=torch.uint8)
-        if pipe.write(here.data_ptr(), ALIGN_BYTES, 0) == pipe.read(here.data_ptr(), ALIGN_BYTES, 0):
+        here = ctypes.addressof(page := (ctypes.c_char * ALIGN_BYTES)())
+        if pipe.write(here, len(page), 0) == pipe.read(here, len(page), 0):
             return True
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):

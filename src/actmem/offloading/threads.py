@@ -30,12 +30,12 @@ class _ThreadCopy:
     """A copy on a thread: queued, under way, ended. It holds its tensor until it has ended."""
 
     def __init__(
-        self, store: Store, slot: Slot, tensor: Tensor, after: _ThreadCopy | None, *, outward: bool, seconds: float
+        self, store: Store, slot: Slot, tensor: Tensor, after: list[_ThreadCopy], *, outward: bool, seconds: float
     ) -> None:
         self.slot = slot
         self._num_bytes = slot.num_bytes
-        self._work: tuple[Store, Tensor, _ThreadCopy | None] | None = (store, tensor, after)
-        self._outward = outward
+        self._work: tuple[Store, Tensor, list[_ThreadCopy]] | None = (store, tensor, after)
+        self.outward = outward
         self._timeout_seconds = seconds
         self._ended = threading.Event()
         self._pid = os.getpid()
@@ -63,19 +63,22 @@ class _ThreadCopy:
                 "machine's log, or give the lane more time with timeout_seconds=."
             )
 
-    def run(self) -> None:
+    def run(self, on_error: Callable[[BaseException], None]) -> None:
         """Do the copy. Called on a worker thread."""
         try:
             assert self._work is not None
             store, tensor, after = self._work
-            if after is not None:
-                after.wait()
-            if self._outward:
+            for copy in after:
+                copy.join(self._timeout_seconds)
+            if self.outward:
                 store.write(self.slot, tensor)
+            elif after and after[0].error is not None:
+                self.error = after[0].error  # already told
             else:
                 store.read(self.slot, tensor)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the one who waits must hear of it
             self.error = error.with_traceback(None)  # its frames would keep the tensor alive
+            on_error(self.error)  # before anybody who waits can go on
         self._end()
 
     def refuse(self, error: BaseException) -> None:
@@ -88,7 +91,7 @@ class _ThreadCopy:
         self._ended.set()
 
     def _what(self) -> str:
-        return f"a copy of {self._num_bytes} bytes {'to' if self._outward else 'from'} the store"
+        return f"a copy of {self._num_bytes} bytes {'to' if self.outward else 'from'} the store"
 
 
 class _Crew:
@@ -126,17 +129,16 @@ class _Crew:
             if self._stopping:
                 copy.refuse(OffloadError("the lane was closed before the copy was begun"))
             else:
-                copy.run()
-                if copy.error is not None:
-                    self._on_error(copy.error)
+                copy.run(self._on_error)
             del copy  # or the last one and its tensor would live until the next one comes
 
 
 class ThreadLane:
     """Copy between CPU tensors and a store on background threads. See NOTE [ Lanes ].
 
-    A copy that failed raises in its own `wait`, and at the next `out`: who only sends must hear of it too. The threads
-    are daemons; they end with `close`, with the lane itself, and with the interpreter.
+    A copy that failed raises in its own `wait`, and once at the next `out`: who only sends must hear of it too. What it
+    should have written cannot be read. The threads are daemons; they end with `close`, with the lane itself, and with
+    the interpreter.
 
     Args:
         num_writers: threads that write to the store.
@@ -162,14 +164,16 @@ class ThreadLane:
         self._readers = _Crew("read", num_readers, self._errors.append)
         self._begun: dict[int, list[_ThreadCopy]] = {}
         """Identity of a slot -> copies that touch it and had not ended when last looked at. Each holds the slot."""
+        self._failed: dict[int, _ThreadCopy] = {}
+        """Identity of a slot -> the copy that should have written it, until the slot is given back or written."""
         self._given: deque[tuple[Store, Slot]] = deque()
         self._closed = False
         self._stop = weakref.finalize(self, _stop, self._writers, self._readers, self._pid)
 
     def out(self, source: Tensor, store: Store, slot: Slot) -> _ThreadCopy:
         """Begin to write a contiguous CPU tensor to a slot."""
-        if self._errors:
-            error = self._errors[0]
+        if self._errors and not self._closed:
+            error = self._errors.popleft()
             raise OffloadError(f"an earlier copy failed: {error}") from error
         return self._begin(source, store, slot, outward=True)
 
@@ -236,7 +240,12 @@ class ThreadLane:
             self._busy = True
             try:
                 touching = self._begun.setdefault(id(slot), [])
-                after = touching[-1] if touching else None
+                if outward:
+                    after = list(touching)
+                    self._failed.pop(id(slot), None)
+                else:
+                    writes = [self._failed.get(id(slot)), *(copy for copy in touching if copy.outward)]
+                    after = [copy for copy in writes[-1:] if copy is not None]
                 copy = _ThreadCopy(store, slot, data, after, outward=outward, seconds=self._timeout_seconds)
                 touching.append(copy)
                 (self._writers if outward else self._readers).put(copy)
@@ -251,12 +260,15 @@ class ThreadLane:
         self._busy = True
         try:
             for key in [key for key, copies in self._begun.items() if all(copy.done() for copy in copies)]:
-                del self._begun[key]
+                writes = [copy for copy in self._begun.pop(key) if copy.outward]
+                if writes and writes[-1].error is not None:
+                    self._failed[key] = writes[-1]
             for _ in range(len(self._given)):
                 store, slot = self._given.popleft()
                 if id(slot) in self._begun:
                     self._given.append((store, slot))
                 else:
+                    self._failed.pop(id(slot), None)
                     store.give(slot)
         finally:
             self._busy = False

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from actmem.errors import VersionError
+from actmem.errors import OffloadError, VersionError
 from actmem.torchcompat import storage_key
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class Ledger:
     """Still away, and not fetched yet."""
     again_bytes: int = 0
     """Fetched more than once, by a second backward pass or a second holder."""
+    store_bytes: int = 0
+    """What the store occupies now, in host memory or on disk, in use or not."""
 
 
 class Ticket:
@@ -72,6 +74,8 @@ class Ticket:
         self.out: Copy | None = None
         self.torn = False
         """It was written on before its copy was done."""
+        self.error: OffloadError | None = None
+        """Its copy failed."""
         self.back: tuple[Tensor, Copy] | None = None
         """Fetched ahead: where to, and the copy."""
         self.fetched = False
@@ -146,11 +150,14 @@ class Offloader:
         self._orphans: deque[tuple[Slot, int, bool, bool]] = deque()
         """What is left of tickets that nobody holds any more."""
         self._closing = False
+        self._error: OffloadError | None = None
+        """A copy out that failed: no more is sent."""
 
     @property
     def ledger(self) -> Ledger:
         """What moved so far."""
-        return replace(self._ledger)
+        self._bury_if_free()
+        return replace(self._ledger, store_bytes=self.store.held_bytes)
 
     # ------------------------------------------------------------------ sending
 
@@ -160,6 +167,8 @@ class Offloader:
         key, num_bytes = storage_key(storage), storage.nbytes()
         with self._lock:
             self._reap()
+            if self._error is not None:
+                raise OffloadError(f"an earlier copy failed: {self._error}") from self._error
             found = self._sent.get(key)
             if found is not None and found[0]() is storage:
                 known = found[1]()
@@ -173,23 +182,25 @@ class Offloader:
             self._num_alive += 1
             self._tickets[self._count] = weakref.ref(ticket)
             self._count += 1
+            self._ledger.out_bytes += num_bytes
+            self._ledger.waiting_bytes += num_bytes
             ticket.out = self.lane.out(_bytes_of(tensor), self.store, slot)
             self._leaving.append(_Leaving(weakref.ref(ticket), ticket.out, num_bytes))
             self._leaving_bytes += num_bytes
             self._sent[key] = weakref.ref(storage), weakref.ref(ticket)
-            self._ledger.out_bytes += num_bytes
-            self._ledger.waiting_bytes += num_bytes
             if not self._overlap:
                 ticket.out.wait()
                 self._reap()
-            return ticket
+        self._bury_if_free()
+        return ticket
 
     def _begin_step(self) -> None:
         """Learn the order of the fetches so far, and count anew. Called at the first send after a fetch."""
         self._next = dict(zip(self._fetched, self._fetched[1:], strict=False))
         self._fetched.clear()
-        if self._num_alive == 0:  # else another microbatch is under way: its tickets keep their numbers
-            self._tickets.clear()
+        self._sent = {key: pair for key, pair in self._sent.items() if pair[1]() is not None}
+        self._tickets = {index: found for index, found in self._tickets.items() if found() is not None}
+        if not self._tickets:  # else another microbatch is under way: its tickets keep their numbers
             self._count = 0
 
     def _make_room(self, num_bytes: int) -> None:
@@ -203,14 +214,17 @@ class Offloader:
         """Take note of copies that are done, and of tickets that are gone."""
         self._bury()
         while self._leaving and self._leaving[0].out.done():
-            self._let_go()
+            error = _error_of(self._leaving[0].out)
+            self._let_go(error)
+            self._error = self._error or error
 
-    def _let_go(self) -> None:
+    def _let_go(self, error: OffloadError | None = None) -> None:
         left = self._leaving.popleft()
         self._leaving_bytes -= left.num_bytes
         ticket = left.ticket()
         if ticket is not None:
             ticket.leave()
+            ticket.error = error
 
     # ------------------------------------------------------------------ fetching
 
@@ -226,6 +240,8 @@ class Offloader:
                     "was offloaded, so what was there is lost. Do not write in place on what backward needs, or keep "
                     "it out of offloading with a rule of its own: Rule('save', module=...)."
                 )
+            if ticket.error is not None:
+                raise OffloadError(str(ticket.error)) from ticket.error
             if taken is not None:
                 self._ahead(ticket)
                 return _bytes_of(taken)
@@ -234,6 +250,7 @@ class Offloader:
                 ticket.back = None
                 self._ahead_bytes -= ticket.num_bytes
             self._ahead(ticket)
+        self._bury_if_free()
         target, copy = begun
         copy.wait()
         return target
@@ -277,7 +294,11 @@ class Offloader:
         """
         ticket.alive = False
         self._orphans.append((ticket.slot, ticket.num_bytes, ticket.fetched, ticket.back is not None))
-        if self._lock.acquire(blocking=False):
+        self._bury_if_free()
+
+    def _bury_if_free(self) -> None:
+        """Bury, unless somebody holds the lock, who will do it. Never waits."""
+        while self._orphans and self._lock.acquire(blocking=False):
             try:
                 self._bury()
             finally:
@@ -294,7 +315,10 @@ class Offloader:
                 self._ahead_bytes -= num_bytes
             self.lane.give(self.store, slot)  # as soon as no copy touches it
         if self._closing and self._num_alive == 0:
-            self._close()
+            if threading.current_thread() is threading.main_thread():
+                self._close()
+            else:  # perhaps one of the lane's own threads, which cannot wait for itself to end
+                threading.Thread(target=self._close, name="actmem-closing", daemon=True).start()
 
     def close(self) -> None:
         """End the threads and give up the store, as soon as nothing is away any more. May be called twice."""
@@ -315,6 +339,15 @@ class _Leaving(NamedTuple):
     ticket: weakref.ref[Ticket]
     out: Copy
     num_bytes: int
+
+
+def _error_of(done: Copy) -> OffloadError | None:
+    """Return what a copy that has ended failed of, or None."""
+    try:
+        done.wait()
+    except OffloadError as error:
+        return error.with_traceback(None)  # its frames would keep tensors alive
+    return None
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

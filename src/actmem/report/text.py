@@ -50,7 +50,8 @@ def render(report: Report, *, width: int = 140) -> str:
         console.print(
             f"offloaded {size(report.offloaded_bytes)} in that step. So far {size(moved.out_bytes)} went out, "
             f"{size(moved.back_bytes)} came back, {size(moved.dropped_bytes)} were dropped with graphs that died, "
-            f"{size(moved.waiting_bytes)} are away.",
+            f"{size(moved.waiting_bytes)} are away. The store occupies {size(moved.store_bytes)}, which is not part of "
+            "the device's memory.",
             markup=False,
         )
     for graph in report.compiled:

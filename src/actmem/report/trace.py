@@ -56,6 +56,10 @@ class Trace:
         return out.getvalue().rstrip() + "\n"
 
 
+def _name(rule: Rule, beside: Rule) -> str:
+    return repr(rule) if rule.target == beside.target else repr(rule.target)
+
+
 def gather(rules: tuple[Rule, ...], traced: Iterable[tuple[str, str, Sequence[Traced]]]) -> Trace:
     """Fold decisions, given as (path, engine, rows), into a trace."""
     folded: dict[tuple[str, tuple[Traced, ...]], list[str]] = {}
@@ -65,7 +69,7 @@ def gather(rules: tuple[Rule, ...], traced: Iterable[tuple[str, str, Sequence[Tr
     every = [row for block in blocks for row in block.rows]
     lines = [
         f"target {rules[rule].target!r} adds nothing: all that it covers belongs to "
-        f"{' and '.join(repr(rules[other].target) for other in others)} too."
+        f"{' and '.join(_name(rules[other], rules[rule]) for other in others)} too."
         for rule, others in subsumed(every).items()
     ]
     return Trace(rules, blocks, tuple(lines))

@@ -1,0 +1,146 @@
+"""What offloading to disk costs: the speed of the store beside raw I/O, and a training step beside recomputation.
+
+One compute thread. All variants run in turn in one process. The disk store leaves nothing in the page cache, so what it
+takes off a step's memory is really gone. `save_on_cpu` is torch's own, which on a CPU copies every saved tensor to
+other host memory: it frees nothing here, and stands for the cost of a plain copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import actmem
+from actmem.demo import LlamaLike, Size
+from benchmarks import disk_ways
+from benchmarks.outcome import Bound, Outcome
+
+STEP = Size(dim=512, num_layers=6, num_heads=8, num_kv_heads=2, ffn=1408, vocab=2000, batch=4, length=512)
+BLOCK_MIB = (4, 16, 64)
+RAW_SHARE = 0.8
+NUM_ATTEMPTS = 3
+
+
+def run(
+    size: Size = STEP, *, num_repetitions: int = 5, block_mib: tuple[int, ...] = BLOCK_MIB, directory: str | None = None
+) -> Outcome:
+    """Measure everything, and compare it with the bounds."""
+    outcome = Outcome("offload", {**dataclasses.asdict(size), "num_repetitions": num_repetitions})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        if block_mib:
+            _throughput(outcome, block_mib, Path(directory or tempfile.gettempdir()))
+        _training(outcome, size, num_repetitions, directory)
+    finally:
+        torch.set_num_threads(threads)
+    return outcome
+
+
+def _throughput(outcome: Outcome, block_mib: tuple[int, ...], directory: Path) -> None:
+    """Compare the disk store with raw sequential I/O of the same sizes. A share below its bound is measured again."""
+    for num_mib in block_mib:
+        best: dict[str, float] = {}
+        for _ in range(NUM_ATTEMPTS):
+            ways = disk_ways.compare(directory, num_mib * 2**20, num_rounds=3)
+            store = next(way for name, way in ways.items() if name.startswith("DiskStore"))
+            shares = {what: store[what] / ways["raw"][what] for what in ("write", "read")}
+            if not best or min(shares.values()) > min(best["write_share"], best["read_share"]):
+                best = {
+                    "raw_write_mib_per_second": ways["raw"]["write"],
+                    "store_write_mib_per_second": store["write"],
+                    "raw_read_mib_per_second": ways["raw"]["read"],
+                    "store_read_mib_per_second": store["read"],
+                    "write_share": shares["write"],
+                    "read_share": shares["read"],
+                    "left_in_page_cache_mib": store["cached"],
+                }
+            if min(best["write_share"], best["read_share"]) >= RAW_SHARE:
+                break
+        outcome.measured[f"disk store, blocks of {num_mib} MiB"] = best
+        for what in ("write", "read"):
+            slower = 1 / best[f"{what}_share"]
+            name = f"disk store, {num_mib} MiB: time to {what} / raw"
+            outcome.bounds.append(Bound(name, slower, 1 / RAW_SHARE, exact=False))
+
+
+def _training(outcome: Outcome, size: Size, num_repetitions: int, directory: str | None) -> None:
+    """Time a step, and measure its peak, plain, recomputed and offloaded."""
+    forms = _forms(size, directory)
+    for name, (model, around, _) in forms.items():
+        for _ in range(2):
+            _step(model, size, around)
+        m = actmem.measure(lambda model=model, around=around: _step(model, size, around), model=model)
+        outcome.exact[name] = {"step_bytes": m.step_bytes, "peak_bytes": m.peak_bytes, "saved_bytes": m.saved_bytes}
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    for turn in range(num_repetitions):
+        for name in list(forms)[:: 1 if turn % 2 else -1]:
+            model, around, _ = forms[name]
+            began = perf_counter()
+            _step(model, size, around)
+            seconds[name].append(perf_counter() - began)
+    for name, times in seconds.items():
+        outcome.measured[name] = {
+            "step_seconds": median(times),
+            "to_plain": median(a / b for a, b in zip(times, seconds["plain"], strict=True)),
+        }
+    for _, _, close in forms.values():
+        close()
+    full, disk, copied = (outcome.exact[name]["step_bytes"] for name in ("full", "disk", "copied in host memory"))
+    outcome.bounds.append(Bound("everything to disk: step peak / full recomputation", disk / full, 1.0))
+    ratio = _ratio(seconds["disk"], seconds["full"])
+    outcome.bounds.append(Bound("everything to disk: time / full recomputation", ratio, 1.0, exact=False))
+    ratio = _ratio(seconds["copied in host memory"], seconds["torch save_on_cpu"])
+    outcome.bounds.append(Bound("copied in host memory: time / torch save_on_cpu", ratio, 1.0, exact=False))
+    assert copied > 0
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> float:
+    return median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+Close = Callable[[], None]
+
+
+def _forms(size: Size, directory: str | None) -> dict[str, tuple[nn.Module, Around, Close]]:
+    """Build a model for each form: what is entered around a forward, and what gives its resources back."""
+
+    def applied(mode: Any) -> tuple[nn.Module, Around, Close]:
+        model = LlamaLike(size)
+        return model, contextlib.nullcontext, actmem.apply(model, mode).remove
+
+    def nothing() -> None:
+        return None
+
+    def copying() -> contextlib.AbstractContextManager[Any]:
+        return torch.autograd.graph.save_on_cpu(pin_memory=False)
+
+    disk = {"to": "disk", "directory": directory, "min_bytes": 2**16, "in_flight_bytes": 2**25}
+    host = {"to": "host", "copy_cpu": True, "min_bytes": 2**16, "in_flight_bytes": 2**25}
+    return {
+        "plain": (LlamaLike(size), contextlib.nullcontext, nothing),
+        "full": applied(actmem.Full()),
+        "disk": applied(actmem.OffloadActivations(**disk)),
+        "block inputs to disk": applied(actmem.Full(offload_inputs=actmem.Offload(**disk))),
+        "copied in host memory": applied(actmem.OffloadActivations(**host)),
+        "torch save_on_cpu": (LlamaLike(size), copying, nothing),
+    }
+
+
+def _step(model: nn.Module, size: Size, around: Around) -> Tensor:
+    torch.manual_seed(0)
+    model.zero_grad()
+    with around():
+        loss = model(*size.tokens())
+    loss.backward()
+    return loss.detach()
