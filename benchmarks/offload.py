@@ -1,8 +1,9 @@
 """What offloading to disk costs: the speed of the store beside raw I/O, and a training step beside recomputation.
 
 One compute thread. All variants run in turn in one process. The disk store leaves nothing in the page cache, so what it
-takes off a step's memory is really gone. `save_on_cpu` is torch's own, which on a CPU copies every saved tensor to
-other host memory: it frees nothing here, and stands for the cost of a plain copy.
+takes off a step's memory is really gone. torch's `save_on_cpu` copies nothing where the tensors are on the CPU already;
+it is listed as it is. What it does for a model on an accelerator, a copy of every saved tensor on the way out and on
+the way back in the line of the computation, is done here by hooks of the same form that really copy.
 """
 
 from __future__ import annotations
@@ -95,13 +96,12 @@ def _training(outcome: Outcome, size: Size, num_repetitions: int, directory: str
         }
     for _, _, close in forms.values():
         close()
-    full, disk, copied = (outcome.exact[name]["step_bytes"] for name in ("full", "disk", "copied in host memory"))
+    full, disk = (outcome.exact[name]["step_bytes"] for name in ("full", "disk"))
     outcome.bounds.append(Bound("everything to disk: step peak / full recomputation", disk / full, 1.0))
     ratio = _ratio(seconds["disk"], seconds["full"])
     outcome.bounds.append(Bound("everything to disk: time / full recomputation", ratio, 1.0, exact=False))
-    ratio = _ratio(seconds["copied in host memory"], seconds["torch save_on_cpu"])
-    outcome.bounds.append(Bound("copied in host memory: time / torch save_on_cpu", ratio, 1.0, exact=False))
-    assert copied > 0
+    ratio = _ratio(seconds["copied in host memory"], seconds["copied by hooks"])
+    outcome.bounds.append(Bound("copied in host memory: time / copied by hooks", ratio, 1.0, exact=False))
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> float:
@@ -122,8 +122,11 @@ def _forms(size: Size, directory: str | None) -> dict[str, tuple[nn.Module, Arou
     def nothing() -> None:
         return None
 
-    def copying() -> contextlib.AbstractContextManager[Any]:
+    def on_cpu() -> contextlib.AbstractContextManager[Any]:
         return torch.autograd.graph.save_on_cpu(pin_memory=False)
+
+    def copying() -> contextlib.AbstractContextManager[Any]:
+        return torch.autograd.graph.saved_tensors_hooks(_cloned, _cloned)
 
     disk = {"to": "disk", "directory": directory, "min_bytes": 2**16, "in_flight_bytes": 2**25}
     host = {"to": "host", "copy_cpu": True, "min_bytes": 2**16, "in_flight_bytes": 2**25}
@@ -133,8 +136,14 @@ def _forms(size: Size, directory: str | None) -> dict[str, tuple[nn.Module, Arou
         "disk": applied(actmem.OffloadActivations(**disk)),
         "block inputs to disk": applied(actmem.Full(offload_inputs=actmem.Offload(**disk))),
         "copied in host memory": applied(actmem.OffloadActivations(**host)),
-        "torch save_on_cpu": (LlamaLike(size), copying, nothing),
+        "copied by hooks": (LlamaLike(size), copying, nothing),
+        "torch save_on_cpu": (LlamaLike(size), on_cpu, nothing),
     }
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.clone()
 
 
 def _step(model: nn.Module, size: Size, around: Around) -> Tensor:

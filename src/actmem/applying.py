@@ -72,7 +72,11 @@ class Applied:
         """
         return summarise(
             self.plan,
-            [(b.path, b.kind, s.observation) for b, s in zip(self._blocks, self._scripts, strict=True)],
+            [
+                (b.path, b.kind, s.observation)
+                for b, s in zip(self._blocks, self._scripts, strict=True)
+                if s.observation is not None or not (self._compilation.graphs and s.verdicts.keeps_everything)
+            ],
             matched=set[int]().union(*(s.verdicts.matched for s in self._scripts)),
             notes=[*self._notes(), *self.trace().subsumed],
             compiled=compiled_graphs(self._compilation.graphs, self._compilation.asked, self._families()),
@@ -242,7 +246,7 @@ def apply(
             roles=its_roles,
             layer_type=its_type,
         )
-        key = type(block.module), verdicts.key
+        key = type(block.module), block.kind, verdicts.key
         if key not in families:
             families[key] = Family(verdicts, compilation, traceable=engine != "tape")
         families[key].needs_answers |= "router" in its_roles

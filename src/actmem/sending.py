@@ -22,7 +22,7 @@ from actmem.engine.calling import storages_of
 from actmem.engine.values import geometry, see, without_bits
 from actmem.errors import ModeError
 from actmem.offloading import Ledger, Offloader, Ticket, make_offloader
-from actmem.settings import Offload
+from actmem.settings import Offload, Place
 from actmem.structure import find_head
 from actmem.torchcompat import alias, storage_key
 
@@ -127,7 +127,7 @@ def _unpack(packed: Any) -> Tensor:
 def offload(
     model: nn.Module,
     *,
-    to: str = "host",
+    to: Place = "host",
     warn_if_no_head: bool = True,
     **settings: Any,
 ) -> Offloading:

@@ -251,21 +251,36 @@ def saved_by_partitioner(listener: Callable[[list[Any]], None]) -> None:
 
     module: Any = partitioners
     _PARTITION_LISTENER[:] = [listener]  # every block of a graph asks for the same
+    clean = module.cleanup_recompute_tags
+    if clean.__name__ != _CLEANING:
+
+        def clean_all(joint_module: Any, *, is_default_partition: bool) -> Any:
+            # torch's default partitioner forgets what it only prefers to save, if no backward step reads it itself.
+            module.cleanup_recompute_tags = clean
+            for node in joint_module.graph.nodes if is_default_partition else ():
+                if node.meta.get("recompute") == _checkpoint.CheckpointPolicy.PREFER_SAVE:
+                    node.meta["recompute"] = _checkpoint.CheckpointPolicy.MUST_SAVE
+            return clean(joint_module, is_default_partition=is_default_partition)
+
+        clean_all.__name__ = _CLEANING
+        module.cleanup_recompute_tags = clean_all
     extract = module._extract_fwd_bwd_modules
     if extract.__name__ == _TELLING:
         return
 
     def tell(joint_module: Any, saved_values: list[Any], *args: Any, **kwargs: Any) -> Any:
         module._extract_fwd_bwd_modules = extract
+        found = extract(joint_module, saved_values, *args, **kwargs)  # takes out what no backward step needs
         while _PARTITION_LISTENER:
             _PARTITION_LISTENER.pop()(list(saved_values))
-        return extract(joint_module, saved_values, *args, **kwargs)
+        return found
 
     tell.__name__ = _TELLING
     module._extract_fwd_bwd_modules = tell
 
 
 _TELLING = "tell_what_is_saved"
+_CLEANING = "save_what_is_preferred"
 _PARTITION_LISTENER: list[Callable[[list[Any]], None]] = []
 
 

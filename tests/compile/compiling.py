@@ -131,3 +131,26 @@ def dynamo_counts() -> Iterator[dict[str, int]]:
     yield found
     found["graphs"] = counters["stats"]["unique_graphs"]
     found["breaks"] = sum(counters["graph_break"].values())
+
+
+class Stack(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module], num_blocks: int = 2) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(make() for _ in range(num_blocks))
+        self.train()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))

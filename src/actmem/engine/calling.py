@@ -100,6 +100,7 @@ class Script:
         if not self.num_checked:
             return self._record(block, forward, args, kwargs, inputs, None)
         self.num_checked -= 1
+        self.given_up |= getattr(block, "_compiled_call_impl", None) is not None
         self.idle = not self.num_checked and self.verdicts.keeps_everything
         self._nested = _fsdp_units(block)
         self._state_storages = self._state()

@@ -237,9 +237,11 @@ class Tape(Holdings, TorchDispatchMode):
         """Record an operator that writes, draws, or is never replayed."""
         func = operator.func
         writes = [Write(where, j, t, operator, args) for where, j, t in written_by(operator, args, kwargs)]
+        ran = not writes and not operator.draws(args, kwargs)  # nothing to take leave of, and no state to note first
+        out: Any = func(*args, **kwargs) if ran else None
         keep = self._known.get(operator)
         if keep is None:
-            keep = self._verdicts.decide(operator, self.address, self._counts, writes[0].tensor if writes else None)
+            keep = self._verdicts.decide(operator, self.address, self._counts, writes[0].tensor if writes else out)
         forbidden = operator.forbids(args, kwargs, next(tensors(args), None))
         again = operator.reissued and self._reissue and not keep
         if again:
@@ -271,7 +273,7 @@ class Tape(Holdings, TorchDispatchMode):
             # An operator on a list counts the versions inside, where a dispatch mode makes torch leave that out.
             with counting_versions():
                 out = func(*args, **kwargs)
-        else:
+        elif not ran:
             out = func(*args, **kwargs)
         made = self._record_writes(operator, node, writes, coverage)
         if forbidden == "uninitialised" and isinstance(out, Tensor) and not writes:

@@ -1,0 +1,150 @@
+"""The manager that axolotl and TRL call OffloadActivations, over `actmem.offload`."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from actmem.checking import device_of
+from actmem.errors import ModeError
+from actmem.offloading import Ledger
+from actmem.sending import Offloading, offload
+from actmem.settings import Offload
+from actmem.structure import find_head
+from actmem.torchcompat import named_modules
+
+__all__ = ["NoOpManager", "OffloadActivations"]
+
+
+class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
+    """Hold what autograd saves as it is: inside it, no manager around it sees anything.
+
+    >>> with NoOpManager():
+    ...     y = torch.ones(3, requires_grad=True).exp()
+    >>> y.grad_fn._saved_result
+    tensor([2.7183, 2.7183, 2.7183], grad_fn=<ExpBackward0>)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_same, _same)
+
+
+class OffloadActivations(contextlib.ContextDecorator):
+    """Offload what autograd saves while entered. Also a decorator; may be entered again at each step.
+
+    There it works without a model, and cannot tell parameters from activations then. Here the model is named by
+    `attach`, which the functions of `actmem.compat.axolotl` call; without one, entering raises.
+
+    Raises:
+        ModeError: an argument has a value that is not permitted.
+    """
+
+    def __init__(
+        self,
+        use_pin_memory: bool = True,
+        use_streams: bool = True,
+        min_offload_size: int = 1024,
+        max_fwd_stash_size: int = 5,
+        *,
+        to: Literal["host", "disk"] = "host",
+        directory: str | None = None,
+        copy_cpu: bool = False,
+    ) -> None:
+        _check_stash(max_fwd_stash_size)
+        self._settings: dict[str, Any] = {
+            "to": to,
+            "pin": use_pin_memory,
+            "use_streams": use_streams,
+            "min_bytes": min_offload_size,
+            "max_in_flight": max_fwd_stash_size,
+            "directory": directory,
+            "copy_cpu": copy_cpu,
+        }
+        Offload(**self._settings)  # refuses what is not permitted, on a CPU too
+        self._manager: Offloading | None = None
+        self._left_alone: list[nn.Module] = []
+        self._entered: list[contextlib.ExitStack] = []
+        self._is_attached = False
+
+    def attach(self, model: nn.Module, *, warn_if_no_head: bool = True) -> OffloadActivations:
+        """Offload the activations of this model. It is not changed; hooks are there only while entered."""
+        self._is_attached = True
+        self._left_alone = [m for path, m in named_modules(model) if "liger" in path.lower()]
+        nowhere = self._settings["to"] == "host" and not self._settings["copy_cpu"]
+        if nowhere and device_of(model).type == "cpu":
+            if warn_if_no_head and find_head(model) is None:
+                _warn_of_no_head(model)
+            self._manager = None  # its activations are in host memory already
+        else:
+            self._manager = offload(model, **self._settings, warn_if_no_head=warn_if_no_head)
+        return self
+
+    @property
+    def ledger(self) -> Ledger:
+        """The bytes that went out, came back, and were dropped, so far."""
+        return Ledger() if self._manager is None else self._manager.ledger
+
+    def close(self) -> None:
+        """Give up the store, as soon as nothing is away any more. Done by itself when this object dies."""
+        if self._manager is not None:
+            self._manager.close()
+
+    def __enter__(self) -> OffloadActivations:
+        if not self._is_attached:
+            raise ModeError(
+                "OffloadActivations() was given no model, and could not tell parameters from activations. Write "
+                "get_act_offloading_ctx_manager(model), or OffloadActivations().attach(model)."
+            )
+        with contextlib.ExitStack() as stack:
+            if self._manager is not None:
+                stack.enter_context(self._manager)
+                for module in self._left_alone:
+                    _leave_alone(module, stack)
+            self._entered.append(stack.pop_all())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+
+def _check_stash(size: object) -> None:
+    """Refuse a stash that could hold nothing."""
+    if type(size) is not int or size < 1:
+        raise ModeError(f"max_fwd_stash_size = {size!r} is not permitted. Expected an int of 1 or more; 5 is usual.")
+
+
+def _leave_alone(module: nn.Module, stack: contextlib.ExitStack) -> None:
+    """Hold what a fused module saves as it is, until the stack ends."""
+    inside: list[NoOpManager] = []
+
+    def begins(*_: Any) -> None:
+        inside.append(NoOpManager())
+        inside[-1].__enter__()
+
+    def ends(*_: Any) -> None:
+        if inside:
+            inside.pop().__exit__()
+
+    for handle in (
+        module.register_forward_pre_hook(begins),
+        module.register_forward_hook(ends, always_call=True),
+    ):
+        stack.callback(handle.remove)
+
+
+def _warn_of_no_head(model: nn.Module) -> None:
+    warnings.warn(
+        f"no output head was found in {type(model).__name__}. Say warn_if_no_head=False if that is meant.",
+        stacklevel=4,
+    )
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
