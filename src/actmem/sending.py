@@ -5,6 +5,9 @@ any model; inside a region of torch's checkpoint, and inside an applied block, t
 these see what it keeps.
 """
 
+# pyright: reportPrivateUsage=false
+# `_version` is read as the engine reads it.
+
 from __future__ import annotations
 
 import contextlib
@@ -20,13 +23,13 @@ from torch import Tensor, nn
 from actmem.checking import device_of
 from actmem.engine.calling import storages_of
 from actmem.engine.values import geometry, see, without_bits
-from actmem.errors import ModeError
+from actmem.errors import ModeError, VersionError
 from actmem.offloading import Ledger, Offloader, Ticket, make_offloader
 from actmem.settings import Offload, Place
 from actmem.structure import find_head
 from actmem.torchcompat import alias, storage_key
 
-__all__ = ["Offloading", "offload"]
+__all__ = ["Kept", "Offloading", "offload"]
 
 
 class Offloading(contextlib.ContextDecorator):
@@ -49,7 +52,7 @@ class Offloading(contextlib.ContextDecorator):
             warnings.warn(
                 f"no output head was found in {type(model).__name__}, so its activations are offloaded too, although "
                 "backward needs them first. Say warn_if_no_head=False if that is meant.",
-                stacklevel=4,
+                stacklevel=3,
             )
         self._state: frozenset[int] = frozenset()
         self._past_head = False
@@ -94,7 +97,7 @@ class Offloading(contextlib.ContextDecorator):
 
     def _pack(self, tensor: Tensor) -> Any:
         if self._past_head or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
-            return tensor
+            return Kept(tensor)
         storage = tensor.untyped_storage()
         stays = (
             storage.nbytes() < max(self._settings.min_bytes, 1)
@@ -104,12 +107,36 @@ class Offloading(contextlib.ContextDecorator):
             or storage_key(storage) in self._state
         )
         if stays:
-            return tensor
+            return Kept(tensor)
         return _Packed(self._offloader.send(without_bits(alias(tensor))), geometry(tensor))
 
 
+class Kept:
+    """A saved tensor that stays where it is.
+
+    Not the tensor itself: if the operator that saves it has made it, its graph would hold itself for ever. And where
+    hooks are, autograd leaves it to them to notice that somebody wrote on it.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor if tensor.grad_fn is None else alias(tensor)
+        self.version = None if tensor.is_inference() else self.tensor._version
+
+    def open(self) -> Tensor:
+        """Return the tensor, if it is as it was."""
+        if self.version is not None and self.tensor._version != self.version:
+            raise VersionError(
+                f"a tensor of shape {tuple(self.tensor.shape)} was written on after autograd had saved it: it is at "
+                f"version {self.tensor._version}, and {self.version} was expected. Do not write in place on what "
+                "backward needs."
+            )
+        return self.tensor
+
+
 class _Packed:
-    """What autograd holds in the place of a saved tensor."""
+    """What autograd holds in the place of a saved tensor that was sent."""
 
     __slots__ = ("geometry", "ticket")
 
@@ -117,9 +144,9 @@ class _Packed:
         self.ticket, self.geometry = ticket, seen_as
 
 
-def _unpack(packed: Any) -> Tensor:
-    if type(packed) is not _Packed:
-        return packed
+def _unpack(packed: Kept | _Packed) -> Tensor:
+    if isinstance(packed, Kept):
+        return packed.open()
     with torch.no_grad():
         return see(packed.ticket.fetch_shared(), *packed.geometry)
 

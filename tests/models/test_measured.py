@@ -20,7 +20,9 @@ from tests.zoo import ZOO, Case
 MODES: dict[str, Callable[[Case], Mode]] = {
     "full": lambda case: Full(),
     "every_second_layer": lambda case: Full(every=2),
-    "selective": lambda case: Selective(save=["attention", every_second(case.selective or "matmul")]),
+    "selective": lambda case: Selective(
+        save=["attention", every_second(case.selective or "matmul")], force_recompute=[]
+    ),
     "norm": lambda case: Targets(["norm"]),
 }
 

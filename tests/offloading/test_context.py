@@ -2,10 +2,11 @@
 
 import copy
 import gc
-import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def assert_even(away: Any) -> None:
 
 
 def left_over() -> tuple[list[str], list[str]]:
-    files = [os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink() and f.exists()]
+    files = [str(f.readlink()) for f in Path("/proc/self/fd").iterdir() if f.is_symlink() and f.exists()]
     return sorted(t.name for t in threading.enumerate()), sorted(files)
 
 
@@ -144,13 +145,14 @@ def test_torch_checkpointing_in_the_same_model_sends_what_its_regions_keep(use_r
     plain = Checkpointed(use_reentrant)
     managed = copy.deepcopy(plain)
     x = torch.randn(16, 32, requires_grad=True)
-    with actmem.offload(managed, **PLACES["disk"]) as away:
-        for _ in range(2):
-            for model in (plain, managed):
-                model.zero_grad()
-                torch.manual_seed(3)
+    away = actmem.offload(managed, **PLACES["disk"])
+    for _ in range(2):
+        for model in (plain, managed):
+            model.zero_grad()
+            torch.manual_seed(3)
+            with away if model is managed else nullcontext():
                 model(x).square().sum().backward()
-            assert_same(gradients(plain), gradients(managed))
+        assert_same(gradients(plain), gradients(managed))
     assert_even(away)
     away.close()
 
@@ -160,17 +162,19 @@ def test_a_plan_in_the_same_model_hands_on_what_it_keeps(mode: Any) -> None:
     case = ZOO["qwen3"]
     plain, managed = case.build(), case.build()
     batch = case.batch(plain)
-    with actmem.apply(managed, mode) as applied, actmem.offload(managed, **PLACES["disk"]) as away:
+    away = actmem.offload(managed, **PLACES["disk"])
+    with actmem.apply(managed, mode) as applied:
         for _ in range(3):
             for model in (plain, managed):
                 model.zero_grad()
                 torch.manual_seed(3)
-                case.step(model, batch).backward()
+                with away if model is managed else nullcontext():
+                    case.step(model, batch).backward()
             assert_same(gradients(plain), gradients(managed))
         assert_even(away)
         if mode == Full():
             assert applied.report().num_replayed > 0
-            assert away.ledger.out_bytes < 3 * applied.report().plain_bytes // 2, "little is kept, so little is sent"
+            assert away.ledger.out_bytes < 3 * applied.report().plain_bytes // 5, "little is kept, so little is sent"
     away.close()
 
 
@@ -299,8 +303,9 @@ def test_a_backward_that_never_runs_drops_everything() -> None:
 def test_backward_twice_fetches_twice(place: str) -> None:
     case = ZOO["llama"]
     plain, managed = case.build(), case.build()
-    with actmem.offload(managed, **PLACES[place]) as away:
-        for model in (plain, managed):
+    away = actmem.offload(managed, **PLACES[place])
+    for model in (plain, managed):
+        with away if model is managed else nullcontext():
             loss = case.step(model)
             loss.backward(retain_graph=True)
             loss.backward()
@@ -321,9 +326,10 @@ def test_double_backward_comes_back() -> None:
 
 def test_what_is_written_on_after_it_was_saved_is_right_or_raises() -> None:
     """Plain autograd raises. Offloaded, the value may be safe already; then it is used, and never the new one."""
+    model = nn.Identity()
     for size in (4, 400_000):
         leaf = torch.randn(size, requires_grad=True)
-        away = actmem.offload(nn.Identity(), **PLACES["disk"], warn_if_no_head=False)
+        away = actmem.offload(model, **PLACES["disk"], warn_if_no_head=False)
         with away:
             hidden = leaf * 2
             out = hidden.square().sum()
@@ -336,6 +342,34 @@ def test_what_is_written_on_after_it_was_saved_is_right_or_raises() -> None:
             assert torch.equal(leaf.grad, 8 * leaf.detach())
         del out, hidden
         away.close()
+
+
+def test_what_stays_and_is_written_on_raises_as_in_plain_training() -> None:
+    model = nn.Identity()
+    with actmem.offload(model, to="disk", min_bytes=2**20, warn_if_no_head=False) as away:
+        hidden = torch.randn(8, requires_grad=True) * 2
+        out = hidden.exp().sum() + hidden.square().sum()
+    hidden.detach().add_(1)
+    with pytest.raises(VersionError, match=r"shape \(8,\) was written on after autograd had saved it"):
+        out.backward()
+    away.close()
+
+
+def test_a_graph_whose_values_all_stay_does_not_hold_itself() -> None:
+    """What an operator saves of its own result must not be that tensor itself, or nothing ever frees the graph."""
+    model = nn.Identity()
+    gc.collect()
+    gc.disable()
+    try:
+        with actmem.offload(model, to="disk", min_bytes=2**20, warn_if_no_head=False) as away:
+            hidden = torch.randn(8, requires_grad=True) * 2
+            alive = weakref.ref(hidden.untyped_storage())
+            out = hidden.square().exp().softmax(-1).sum()
+            del hidden, out
+        assert alive() is None
+    finally:
+        gc.enable()
+    away.close()
 
 
 # ---------------------------------------------------------------- the output head
@@ -371,6 +405,7 @@ def test_the_head_and_the_loss_stay(name: str) -> None:
     away.close()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports the compiler
 def test_the_head_is_found_through_wrappers() -> None:
     model = ZOO["llama"].build()
     assert find_head(model) is model.lm_head
@@ -380,7 +415,6 @@ def test_the_head_is_found_through_wrappers() -> None:
     assert find_head(adapted) is adapted.base_model.model.lm_head
     assert find_head(nn.DataParallel(adapted)) is adapted.base_model.model.lm_head
     assert find_head(ZOO["t5"].build()).out_features == 64
-    assert find_head(ZOO["resnet"].build()) is None or isinstance(find_head(ZOO["resnet"].build()), nn.Module)
     assert find_head(nn.Sequential(nn.Linear(2, 2))) is None
 
 

@@ -1,9 +1,8 @@
-"""Training that offloads is plain training to the bit, in every form, on every model; and every form moved something."""
+"""Training that offloads is plain training to the bit, in every form, on every model; and something moved."""
 
 import copy
 import gc
 import io
-import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -401,7 +400,7 @@ class Breaks(Block):
 
 def left_over() -> tuple[list[str], list[str]]:
     """Return the threads of this process, and its open files."""
-    files = [os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink() and f.exists()]
+    files = [str(f.readlink()) for f in Path("/proc/self/fd").iterdir() if f.is_symlink() and f.exists()]
     return sorted(t.name for t in threading.enumerate()), sorted(files)
 
 

@@ -8,12 +8,12 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from actmem.checking import device_of
 from actmem.errors import ModeError
 from actmem.offloading import Ledger
-from actmem.sending import Offloading, offload
+from actmem.sending import Kept, Offloading, offload
 from actmem.settings import Offload
 from actmem.structure import find_head
 from actmem.torchcompat import named_modules
@@ -31,7 +31,7 @@ class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self) -> None:
-        super().__init__(_same, _same)
+        super().__init__(Kept, Kept.open)
 
 
 class OffloadActivations(contextlib.ContextDecorator):
@@ -75,13 +75,13 @@ class OffloadActivations(contextlib.ContextDecorator):
         """Offload the activations of this model. It is not changed; hooks are there only while entered."""
         self._is_attached = True
         self._left_alone = [m for path, m in named_modules(model) if "liger" in path.lower()]
+        if warn_if_no_head and find_head(model) is None:
+            _warn_of_no_head(model)
         nowhere = self._settings["to"] == "host" and not self._settings["copy_cpu"]
         if nowhere and device_of(model).type == "cpu":
-            if warn_if_no_head and find_head(model) is None:
-                _warn_of_no_head(model)
             self._manager = None  # its activations are in host memory already
         else:
-            self._manager = offload(model, **self._settings, warn_if_no_head=warn_if_no_head)
+            self._manager = offload(model, **self._settings, warn_if_no_head=False)
         return self
 
     @property
@@ -141,10 +141,7 @@ def _leave_alone(module: nn.Module, stack: contextlib.ExitStack) -> None:
 
 def _warn_of_no_head(model: nn.Module) -> None:
     warnings.warn(
-        f"no output head was found in {type(model).__name__}. Say warn_if_no_head=False if that is meant.",
+        f"no output head was found in {type(model).__name__}, so there is none whose activations stay. Say "
+        "warn_if_no_head=False if that is meant.",
         stacklevel=4,
     )
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

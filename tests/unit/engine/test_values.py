@@ -144,7 +144,7 @@ def test_a_new_value_is_not_held_and_owes_nothing() -> None:
     assert value.storage() is x.untyped_storage()
     del x
     assert value.storage() is None  # never a bare pointer: the allocator uses it again
-    assert KEPT == ("save", "cut")
+    assert KEPT == ("save", "offload", "cut")
 
 
 def test_a_node_that_overwrites_all_does_not_refer_to_the_old_version() -> None:
