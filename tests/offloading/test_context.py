@@ -2,11 +2,13 @@
 
 import copy
 import gc
+import re
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import actmem
 from actmem import Full, ModeError, OffloadError, VersionError
+from actmem.offloading import Ledger
 from actmem.structure import find_head
 from tests.zoo import ZOO, causal_lm
 
@@ -530,3 +533,44 @@ def test_bad_settings_are_refused_before_anything_is_entered(given: dict[str, An
 def test_something_that_is_no_model_is_refused() -> None:
     with pytest.raises(ModeError, match=r"is no module\. Write actmem\.offload\(model, to='disk'\)"):
         actmem.offload("model", to="disk")
+
+
+# ---------------------------------------------------------------- the documentation
+
+PAGE = Path(__file__).parents[2] / "docs" / "offload.md"
+
+
+def examples() -> list[Any]:
+    text = PAGE.read_text()
+    blocks = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [
+        pytest.param(text[: b.start()].count("\n") + 2, b[1], id=f"line {text[: b.start()].count(chr(10)) + 2}")
+        for b in blocks
+    ]
+
+
+@pytest.mark.parametrize(("line", "code"), examples())
+def test_an_example_of_the_page_runs_and_trains(
+    line: int, code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = ZOO["qwen3"]
+    model, plain = case.build(), case.build()
+    given: dict[str, Any] = {"actmem": actmem, "model": model, "folder": str(tmp_path)}
+    given["train_step"] = lambda model: case.step(model).backward()
+    exec(compile("\n" * (line - 1) + code, str(PAGE), "exec"), given)
+    applied = given.get("applied")
+    if applied is not None:
+        model.zero_grad()
+        case.step(model).backward()
+        case.step(plain).backward()
+        assert_same(gradients(plain), gradients(model))
+        assert applied.report().moved is not None
+        applied.remove()
+    del given, applied
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_names_every_setting_and_every_entry_of_the_ledger() -> None:
+    text = PAGE.read_text()
+    names = [f.name for kind in (actmem.Offload, Ledger) for f in fields(kind)]
+    assert [name for name in names if f"`{name}`" not in text and f"{name}=" not in text] == []

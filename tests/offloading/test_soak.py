@@ -1,4 +1,4 @@
-"""Long runs stay flat, and faults end in a clear error or a clean end: no hang, no wrong number, nothing left behind."""
+"""Long runs stay flat; faults end in a clear error or a clean end: no hang, no wrong number, nothing left."""
 
 import gc
 import os
@@ -88,9 +88,19 @@ def live_bytes() -> int:
 # ---------------------------------------------------------------- the soak
 
 
-@pytest.mark.parametrize("num_steps", [60, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("form", ["everything", "inputs", "context"])
+@pytest.mark.parametrize(
+    ("form", "place", "num_steps"),
+    [
+        ("everything", "disk", 60),
+        ("inputs", "host", 60),
+        ("context", "disk", 60),
+        *(
+            pytest.param(form, place, 1000, marks=pytest.mark.slow)
+            for form in ("everything", "inputs", "context")
+            for place in PLACES
+        ),
+    ],
+)
 def test_a_run_of_varying_lengths_dead_branches_and_skipped_steps_stays_flat(
     form: str, place: str, num_steps: int, tmp_path: Path
 ) -> None:
@@ -196,11 +206,10 @@ def test_a_full_disk_raises_at_the_step_that_filled_it_with_path_and_sizes(small
     with actmem.apply(model, everything(how("disk", small_disk))) as applied:
         with pytest.raises(OffloadError, match=r"no room for .* in .*actmem-offload.* are free on the disk"):
             model(batch(4096))
-        (small_disk / "somebody_else").write_bytes(bytes(100_000))  # what is left must do
         assert all(torch.equal(a, b) for a, b in zip(train(plain), train(model), strict=True))
         assert applied.report().moved.waiting_bytes == 0
     assert left_over() == before
-    assert [p.name for p in small_disk.iterdir()] == ["somebody_else"]
+    assert list(small_disk.iterdir()) == []
 
 
 def test_a_directory_that_is_removed_raises_at_the_next_send_and_what_is_away_comes_back(tmp_path: Path) -> None:
@@ -224,6 +233,7 @@ def settle(applied: Any) -> None:
 
 def test_a_flipped_byte_raises_in_backward_and_no_gradient_is_wrong(tmp_path: Path) -> None:
     before, plain, model = left_over(), build(), build()
+    plain(batch(1024))[0].square().mean().backward()
     with actmem.apply(model, everything(how("disk", tmp_path))) as applied:
         loss = model(batch(1024))[0].square().mean()
         settle(applied)
@@ -237,7 +247,9 @@ def test_a_flipped_byte_raises_in_backward_and_no_gradient_is_wrong(tmp_path: Pa
                 raw.write(bytes([byte[0] ^ 0x10]))
         with pytest.raises(OffloadError, match="checksum"):
             loss.backward()
-        assert not any(p.grad is not None for p in model.blocks.parameters()), "nothing was computed with them"
+        pairs = list(zip(plain.parameters(), model.parameters(), strict=True))
+        assert any(b.grad is None for _, b in pairs), "it stopped there"
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs if b.grad is not None), "what was computed is right"
         del loss
     assert left_over() == before
     assert list(tmp_path.iterdir()) == []
@@ -259,11 +271,25 @@ PROGRAM = """
 def started(folder: Path, rest: str) -> subprocess.Popen[str]:
     code = textwrap.dedent(PROGRAM) + textwrap.dedent(rest)
     child = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # the threads of OpenMP do not survive a fork
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "began\n"
     return child
+
+
+def ended(child: subprocess.Popen[str]) -> tuple[str, str]:
+    """Wait until a process has ended; one that hangs is ended here."""
+    try:
+        return child.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.communicate()
+        raise
 
 
 def wait_for_file(folder: Path) -> None:
@@ -283,7 +309,7 @@ def test_ctrl_c_in_mid_step_ends_the_process_in_seconds_and_leaves_no_file(tmp_p
     child = started(tmp_path, FOREVER)
     wait_for_file(tmp_path)
     child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=SECONDS)
+    _, errors = ended(child)
     assert "KeyboardInterrupt" in errors
     assert "Fatal" not in errors
     assert child.returncode != 0
@@ -294,7 +320,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_start(tmp_path: Path)
     child = started(tmp_path, FOREVER)
     wait_for_file(tmp_path)
     child.kill()
-    child.communicate(timeout=SECONDS)
+    ended(child)
     assert len(list(tmp_path.iterdir())) == 1, "nobody could clean up"
     model = build()
     with actmem.apply(model, everything(how("disk", tmp_path))):
@@ -305,7 +331,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_start(tmp_path: Path)
 
 def test_a_process_that_ends_without_remove_leaves_no_file_and_does_not_hang(tmp_path: Path) -> None:
     child = started(tmp_path, "loss = model(torch.randn(64, 256)).sum()  # and the graph is alive at the end\n")
-    _, errors = child.communicate(timeout=SECONDS)
+    _, errors = ended(child)
     assert (child.returncode, errors) == (0, "")
     assert list(tmp_path.iterdir()) == []
 
@@ -330,7 +356,7 @@ def test_a_forked_child_is_told_to_apply_for_itself_and_harms_nothing(tmp_path: 
         applied.remove()
         """,
     )
-    printed, errors = child.communicate(timeout=SECONDS)
+    printed, errors = ended(child)
     assert errors == ""
     assert "child: " in printed and "forked" in printed
     assert "status 7" in printed
