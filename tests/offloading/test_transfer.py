@@ -100,6 +100,14 @@ def balanced(offloader: Offloader) -> bool:
     return ledger.out_bytes == sum(moved[:3]) and min(moved) >= 0
 
 
+def ended(condition: Callable[[], bool]) -> bool:
+    """Wait, for a bounded time, until something is so."""
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()
+
+
 def open_files() -> list[str]:
     folder = Path("/proc/self/fd")
     return sorted(str(f.readlink()) for f in folder.iterdir() if f.is_symlink() and f.exists())
@@ -158,6 +166,7 @@ def test_a_second_holder_shares_what_the_first_fetched_while_it_lives() -> None:
         assert first.data_ptr() == second.data_ptr()
         assert offloader.ledger.again_bytes == 0
         del first, second
+        assert ended(lambda: ticket._shared() is None), "the lane lets go of what it copied"
         assert torch.equal(ticket.fetch_shared(), numbers(5000))
         assert offloader.ledger.again_bytes == offloader.ledger.back_bytes == 5000
 

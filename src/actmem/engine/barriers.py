@@ -11,6 +11,9 @@ smaller, that is held instead.
 A trifle (`TRIFLE_BYTES`), such as the constant 0.0 that a mask is made from, is held as soon as a recorded operator
 reads it: it is often gone before anything is saved, and its loss would be the loss of the whole chain.
 
+What the plan offloads takes no room on the device, so to owe it counts nothing; and the smallest cut, which goes by
+bytes that are held, is not looked for under such a plan.
+
 What is owed can be lost: its storage died, or was overwritten. Then the value itself is held.
 
 NOTE [ Collectives again ]
@@ -90,7 +93,7 @@ def settle(value: Value, num_bytes: int, hold: Callable[[Value, Tensor], None], 
         if alive is None or alive.untyped_storage() is not v.storage():  # gone, or its data was exchanged
             break
         found.append((v, alive))
-    if across or len(found) < len(owed) or sum(v.num_bytes for v in owed) > num_bytes:
+    if across or len(found) < len(owed) or sum(v.num_bytes for v in owed if v.why != "offload") > num_bytes:
         hold(value, tensor)
         value.node, value.why = None, "barrier"
         if value.row is not None:

@@ -170,7 +170,8 @@ class Script:
 
     def _cut_program(self, observation: Observation, inputs: list[Tensor]) -> None:
         """Find the smallest cut of what ran. If there is one, the next call is observed too: it will hold less."""
-        if self._cut is None and not (self._reissue and _communicates(observation.funcs)):
+        by_bytes = not self.verdicts.offloads and not (self._reissue and _communicates(observation.funcs))
+        if self._cut is None and by_bytes:
             self._cut_shapes = _shapes(inputs)
             key = observation.signature()
             if key not in self._cuts:
