@@ -42,8 +42,8 @@ class Gate:
 
 
 class GatedStore(HostStore):
-    def __init__(self, gate: Gate) -> None:
-        super().__init__(pin=False)
+    def __init__(self, gate: Gate, limit_bytes: int | None = None) -> None:
+        super().__init__(pin=False, limit_bytes=limit_bytes)
         self._gate = gate
 
     def write(self, slot: Slot, source: Tensor) -> None:
@@ -448,6 +448,16 @@ def test_no_room_raises_at_the_send_that_found_none_and_room_that_is_given_back_
         held.clear()
         offloader.lane.settle()
         assert torch.equal(offloader.send(numbers(4096, 11)).fetch(), numbers(4096, 11))
+
+
+def test_room_that_a_copy_under_way_still_takes_is_waited_for() -> None:
+    gate = Gate()
+    with offloading(GatedStore(gate, limit_bytes=8192)) as offloader:
+        for seed in range(2):
+            offloader.send(numbers(4096, seed))  # dropped at once, but its copy is under way
+        threading.Timer(0.05, gate.open).start()
+        assert torch.equal(offloader.send(numbers(4096, 2)).fetch(), numbers(4096, 2))
+        assert offloader.ledger.dropped_bytes == 2 * 4096
 
 
 class FailingStore(DiskStore):

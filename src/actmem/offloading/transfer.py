@@ -177,7 +177,7 @@ class Offloader:
             if self._fetched:
                 self._begin_step()
             self._make_room(num_bytes)
-            slot = self.store.take(num_bytes)
+            slot = self._slot(num_bytes)
             ticket = Ticket(self, self._count, tensor, slot, num_bytes)
             self._num_alive += 1
             self._tickets[self._count] = weakref.ref(ticket)
@@ -202,6 +202,14 @@ class Offloader:
         self._tickets = {index: found for index, found in self._tickets.items() if found() is not None}
         if not self._tickets:  # else another microbatch is under way: its tickets keep their numbers
             self._count = 0
+
+    def _slot(self, num_bytes: int) -> Slot:
+        """Take a slot. If there is none, wait for those that only a copy still touches, and try once more."""
+        try:
+            return self.store.take(num_bytes)
+        except OffloadError:
+            self.lane.settle()
+            return self.store.take(num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
         while self._leaving and (
