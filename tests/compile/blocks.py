@@ -166,9 +166,13 @@ def assert_same_bits(plain: dict[str, Tensor], managed: dict[str, Tensor]) -> No
 
 @contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """Forget what was compiled, before and after; a function of an earlier test must not be found again."""
+    """Forget what was compiled, before and after; a function of an earlier test must not be found again.
+
+    Nor one of an earlier process: a graph that comes from the cache on disk is not counted by `Counting`.
+    """
     torch._dynamo.reset()
     try:
-        yield
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            yield
     finally:
         torch._dynamo.reset()
