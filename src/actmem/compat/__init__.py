@@ -6,7 +6,7 @@
 - `axolotl.py`: activation offloading, as in axolotl and TRL.
 - `_translating.py`: what they share.
 
-These files translate and decide nothing: every function ends in `actmem.apply` or `actmem.offload`. Where the other system returns nothing,
+These files translate and decide nothing: every function ends in `actmem.apply`. Where the other system returns nothing,
 the handle comes back here, to report and to remove. A second call with the same arguments does nothing and returns
 a handle of the first. An option that could only be ignored raises. Nothing of the other systems is imported.
 """
