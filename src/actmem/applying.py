@@ -332,6 +332,11 @@ def _blocks_of(model: nn.Module, plan: Plan, blocks: str | None, scope: Sequence
     for name, value in (("blocks", blocks), ("scope", scope)):
         if value is not None:
             raise ModeError(f"{name} = {value!r} is given beside a plan, which names its own blocks. Leave {name} out.")
+    if plan.mode.startswith(CompilerBudget.__name__):
+        raise PlanError(
+            f"the plan is of {plan.mode}, which is a setting of torch.compile and no list of rules: read from a plan "
+            "it would do nothing. Give the mode itself: actmem.apply(model, actmem.CompilerBudget(0.5))."
+        )
     try:
         found = find_blocks(model, ",".join(p or "." for p in plan.blocks))
     except StructureError as error:

@@ -12,10 +12,11 @@ from actmem import ops
 from actmem.engine.installing import applied_script
 from actmem.errors import ApplyError, ModeError
 from actmem.plan import Plan, Rule, Slices
+from actmem.settings import Offload
 from actmem.structure import Block
 from actmem.torchcompat import all_operator_names, named_modules
 
-__all__ = ["check_offload", "check_rules", "device_of", "refuse_blocks", "refuse_state"]
+__all__ = ["check_offload", "check_rules", "device_of", "refuse_blocks", "refuse_host_on_cpu", "refuse_state"]
 
 
 def refuse_state(model: nn.Module) -> None:
@@ -105,7 +106,12 @@ def check_offload(plan: Plan, model: nn.Module, engine: str) -> None:
         raise ModeError(
             f"{asked!r} offloads, which the tape does, and engine = 'checkpoint' is torch's own. Leave engine out."
         )
-    if plan.offload.to == "host" and not plan.offload.copy_cpu and device_of(model).type == "cpu":
+    refuse_host_on_cpu(plan.offload, model)
+
+
+def refuse_host_on_cpu(offload: Offload, model: nn.Module) -> None:
+    """Refuse to send what is in host memory already to host memory."""
+    if offload.to == "host" and not offload.copy_cpu and device_of(model).type == "cpu":
         raise ModeError(
             "to = 'host', but the model is on the CPU: its activations are in host memory already. Write to='disk', "
             "move the model to an accelerator first, or, for a test, say copy_cpu=True."

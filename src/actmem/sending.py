@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmem.checking import device_of
+from actmem.checking import device_of, refuse_host_on_cpu
 from actmem.engine.calling import storages_of
 from actmem.engine.values import geometry, see, without_bits
 from actmem.errors import ModeError, VersionError
@@ -39,11 +39,7 @@ class Offloading(contextlib.ContextDecorator):
     """
 
     def __init__(self, model: nn.Module, settings: Offload, *, warn_if_no_head: bool) -> None:
-        if settings.to == "host" and not settings.copy_cpu and device_of(model).type == "cpu":
-            raise ModeError(
-                "to = 'host', but the model is on the CPU: its activations are in host memory already. Write "
-                "to='disk', move the model to an accelerator first, or, for a test, say copy_cpu=True."
-            )
+        refuse_host_on_cpu(settings, model)
         self._model = weakref.ref(model)
         self._settings = settings
         self._offloader = make_offloader(settings, device_of(model))
