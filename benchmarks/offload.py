@@ -32,16 +32,23 @@ NUM_ATTEMPTS = 3
 
 
 def run(
-    size: Size = STEP, *, num_repetitions: int = 5, block_mib: tuple[int, ...] = BLOCK_MIB, directory: str | None = None
+    size: Size = STEP,
+    *,
+    num_repetitions: int = 5,
+    block_mib: tuple[int, ...] = BLOCK_MIB,
+    directory: str | None = None,
+    min_bytes: int = 2**16,
+    in_flight_bytes: int = 2**25,
 ) -> Outcome:
-    """Measure everything, and compare it with the bounds."""
+    """Measure everything, and compare it with the bounds. A smaller size wants smaller `min_bytes`."""
     outcome = Outcome("offload", {**dataclasses.asdict(size), "num_repetitions": num_repetitions})
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         if block_mib:
             _throughput(outcome, block_mib, Path(directory or tempfile.gettempdir()))
-        _training(outcome, size, num_repetitions, directory)
+        rest = {"min_bytes": min_bytes, "in_flight_bytes": in_flight_bytes}
+        _training(outcome, size, num_repetitions, _forms(size, {"directory": directory, **rest}, rest))
     finally:
         torch.set_num_threads(threads)
     return outcome
@@ -74,14 +81,20 @@ def _throughput(outcome: Outcome, block_mib: tuple[int, ...], directory: Path) -
             outcome.bounds.append(Bound(name, slower, 1 / RAW_SHARE, exact=False))
 
 
-def _training(outcome: Outcome, size: Size, num_repetitions: int, directory: str | None) -> None:
+def _training(outcome: Outcome, size: Size, num_repetitions: int, forms: dict[str, Form]) -> None:
     """Time a step, and measure its peak, plain, recomputed and offloaded."""
-    forms = _forms(size, directory)
-    for name, (model, around, _) in forms.items():
+    for name, (model, around, applied) in forms.items():
         for _ in range(2):
             _step(model, size, around)
+        before = _out_bytes(applied)
         m = actmem.measure(lambda model=model, around=around: _step(model, size, around), model=model)
-        outcome.exact[name] = {"step_bytes": m.step_bytes, "peak_bytes": m.peak_bytes, "saved_bytes": m.saved_bytes}
+        outcome.exact[name] = {
+            "step_bytes": m.step_bytes,
+            "peak_bytes": m.peak_bytes,
+            "saved_bytes": m.saved_bytes,
+            "out_bytes": _out_bytes(applied) - before,
+            "replayed_operators": m.num_replayed_ops,
+        }
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     for turn in range(num_repetitions):
         for name in list(forms)[:: 1 if turn % 2 else -1]:
@@ -94,8 +107,9 @@ def _training(outcome: Outcome, size: Size, num_repetitions: int, directory: str
             "step_seconds": median(times),
             "to_plain": median(a / b for a, b in zip(times, seconds["plain"], strict=True)),
         }
-    for _, _, close in forms.values():
-        close()
+    for _, _, applied in forms.values():
+        if applied is not None:
+            applied.remove()
     full, disk = (outcome.exact[name]["step_bytes"] for name in ("full", "disk"))
     outcome.bounds.append(Bound("everything to disk: step peak / full recomputation", disk / full, 1.0))
     ratio = _ratio(seconds["disk"], seconds["full"])
@@ -108,19 +122,22 @@ def _ratio(ours: list[float], theirs: list[float]) -> float:
     return median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
+def _out_bytes(applied: actmem.Applied | None) -> int:
+    """Return how much was sent away so far."""
+    moved = None if applied is None else applied.report().moved
+    return 0 if moved is None else moved.out_bytes
+
+
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
-Close = Callable[[], None]
+Form = tuple[nn.Module, Around, actmem.Applied | None]
 
 
-def _forms(size: Size, directory: str | None) -> dict[str, tuple[nn.Module, Around, Close]]:
-    """Build a model for each form: what is entered around a forward, and what gives its resources back."""
+def _forms(size: Size, disk: dict[str, Any], host: dict[str, Any]) -> dict[str, Form]:
+    """Build a model for each form, with what is entered around a forward. `disk` and `host` say how to offload."""
 
-    def applied(mode: Any) -> tuple[nn.Module, Around, Close]:
+    def applied(mode: Any) -> Form:
         model = LlamaLike(size)
-        return model, contextlib.nullcontext, actmem.apply(model, mode).remove
-
-    def nothing() -> None:
-        return None
+        return model, contextlib.nullcontext, actmem.apply(model, mode)
 
     def on_cpu() -> contextlib.AbstractContextManager[Any]:
         return torch.autograd.graph.save_on_cpu(pin_memory=False)
@@ -128,16 +145,15 @@ def _forms(size: Size, directory: str | None) -> dict[str, tuple[nn.Module, Arou
     def copying() -> contextlib.AbstractContextManager[Any]:
         return torch.autograd.graph.saved_tensors_hooks(_cloned, _cloned)
 
-    disk = {"to": "disk", "directory": directory, "min_bytes": 2**16, "in_flight_bytes": 2**25}
-    host = {"to": "host", "copy_cpu": True, "min_bytes": 2**16, "in_flight_bytes": 2**25}
+    disk, host = {"to": "disk", **disk}, {"to": "host", "copy_cpu": True, **host}
     return {
-        "plain": (LlamaLike(size), contextlib.nullcontext, nothing),
+        "plain": (LlamaLike(size), contextlib.nullcontext, None),
         "full": applied(actmem.Full()),
         "disk": applied(actmem.OffloadActivations(**disk)),
         "block inputs to disk": applied(actmem.Full(offload_inputs=actmem.Offload(**disk))),
         "copied in host memory": applied(actmem.OffloadActivations(**host)),
-        "copied by hooks": (LlamaLike(size), copying, nothing),
-        "torch save_on_cpu": (LlamaLike(size), on_cpu, nothing),
+        "copied by hooks": (LlamaLike(size), copying, None),
+        "torch save_on_cpu": (LlamaLike(size), on_cpu, None),
     }
 
 

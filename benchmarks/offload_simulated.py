@@ -140,9 +140,9 @@ def curve(*, use_streams: bool = True, num_blocks: int = 32) -> list[Point]:
     ]
 
 
-def run() -> Outcome:
+def run(*, num_blocks: int = 32) -> Outcome:
     """Simulate the curve with streams and without."""
-    points, without = curve(), curve(use_streams=False)
+    points, without = curve(num_blocks=num_blocks), curve(num_blocks=num_blocks, use_streams=False)
     outcome = Outcome(
         "offload_simulated",
         {
@@ -150,6 +150,7 @@ def run() -> Outcome:
             "compute_bytes_per_second": COMPUTE_BYTES_PER_SECOND,
             "copy_latency_seconds": COPY_LATENCY_SECONDS,
             "tensors_per_block": PIECES,
+            "num_blocks": num_blocks,
         },
     )
     for one, other in zip(points, without, strict=True):

@@ -2,21 +2,31 @@
 
 import gc
 import json
+import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import actmem
 from actmem import demo
+from actmem.offloading.disk import DiskStore
 from benchmarks import compile as compiling
-from benchmarks import memory, overhead, run, targets
+from benchmarks import disk_ways, memory, offload, offload_simulated, overhead, run, targets
 from benchmarks.models import FORMS, llama, quantised, train_step
 from benchmarks.outcome import RESULTS, Bound, Outcome
 from benchmarks.table import BEGIN, DOCUMENT, END, update
 
 TINY = overhead.TINY
+
+
+def test_every_benchmark_has_a_smoke_test_here() -> None:
+    text = Path(__file__).read_text()
+    called = {name: "compiling" if name == "compile" else name for name in run.BENCHMARKS}
+    assert [name for name, module in called.items() if f" = {module}.run(" not in text] == []
 
 
 def test_overhead_counts_operators_exactly_and_times_every_variant() -> None:
@@ -73,6 +83,83 @@ def test_targets_are_measured_and_their_bounds_hold_in_small(tmp_path: Path) -> 
     assert '| `Targets(["norm", "mlp"])` |' in text.split("between")[0]
     assert "### torchtitan-like, experts" in text and "| `norm` + `attn_proj` |" in text
     assert "old" not in text and text.endswith("after\n")
+
+
+def test_offload_counts_what_it_sends_and_replays_exactly(tmp_path: Path) -> None:
+    outcome = offload.run(
+        TINY, num_repetitions=1, block_mib=(), directory=str(tmp_path), min_bytes=0, in_flight_bytes=1
+    )
+    found, layers = outcome.exact, TINY.num_layers
+    inputs_bytes = TINY.batch * TINY.length * TINY.dim * 4
+    assert {form: (figures["out_bytes"], figures["replayed_operators"]) for form, figures in found.items()} == {
+        "plain": (0, 0),
+        "full": (0, layers * 54),
+        "disk": (layers * 17_600, 0),
+        "block inputs to disk": (layers * inputs_bytes, layers * 57),
+        "copied in host memory": (layers * 17_600, 0),
+        "copied by hooks": (0, 0),
+        "torch save_on_cpu": (0, 0),
+    }
+    assert found["torch save_on_cpu"] == found["plain"], "it copies nothing where all is on the CPU"
+    for form in ("disk", "copied in host memory"):  # a copy may be under way when it is measured: not to the byte
+        assert found[form]["saved_bytes"] < found["plain"]["saved_bytes"] - layers * 17_600 * 3 // 4
+    assert found["block inputs to disk"]["saved_bytes"] < found["full"]["saved_bytes"]
+    assert [(b.limit, b.kept) for b in outcome.bounds if b.exact] == [(1.0, True)]
+    assert [bound.limit for bound in outcome.bounds if not bound.exact] == [1.0, 1.0]
+    assert set(outcome.measured) == set(found)
+    assert list(tmp_path.iterdir()) == [], "the store is given up"
+
+
+def test_offload_moves_every_block_as_often_in_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        os.close(os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        pytest.skip("the folder for temporary files takes nothing past the page cache")
+    (tmp_path / "file").unlink()
+    moved: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        real = getattr(DiskStore, name)
+
+        def call(store: DiskStore, slot: Any, tensor: torch.Tensor) -> None:
+            moved[name] += tensor.nbytes
+            real(store, slot, tensor)
+
+        return call
+
+    for name in ("write", "read"):
+        monkeypatch.setattr(DiskStore, name, counted(name))
+    monkeypatch.setattr(disk_ways, "TOTAL_BYTES", 4 * 2**20)
+    monkeypatch.setattr(offload, "NUM_ATTEMPTS", 1)
+    outcome = offload.Outcome("offload", {})
+    offload._throughput(outcome, (1, 2), tmp_path)
+    assert moved == {"write": 2 * 4 * 4 * 2**20, "read": 2 * 4 * 4 * 2**20}, "two sizes, four rounds, 4 MiB"
+    assert [bound.name for bound in outcome.bounds] == [
+        f"disk store, {num_mib} MiB: time to {what} / raw" for num_mib in (1, 2) for what in ("write", "read")
+    ]
+    assert {bound.limit for bound in outcome.bounds} == {1.25} and not any(bound.exact for bound in outcome.bounds)
+    assert all(figures["raw_write_mib_per_second"] > 0 for figures in outcome.measured.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_offload_simulated_adds_up_to_the_seconds_that_its_copies_and_kernels_take() -> None:
+    outcome = offload_simulated.run(num_blocks=2)
+    assert not [bound for bound in outcome.bounds if not bound.kept]
+    assert [(bound.exact, bound.limit) for bound in outcome.bounds] == [(True, 1.02)]
+    assert not outcome.measured, "no clock is read"
+    num_tensors = 2 * offload_simulated.PIECES
+    for block_bytes in offload_simulated.BLOCK_BYTES:
+        tensor_bytes = block_bytes // offload_simulated.PIECES
+        compute_seconds = num_tensors * 3 * tensor_bytes / offload_simulated.COMPUTE_BYTES_PER_SECOND
+        for link in offload_simulated.LINKS:
+            figures = outcome.exact[f"simulated, {block_bytes >> 20} MiB blocks, {link} GB/s"]
+            copy_seconds = offload_simulated.COPY_LATENCY_SECONDS + tensor_bytes / (link * 1e9)
+            assert figures["compute_seconds"] == pytest.approx(compute_seconds)
+            in_line = 1 + 2 * num_tensors * copy_seconds / compute_seconds
+            assert figures["without_streams_over_compute"] == pytest.approx(in_line)
+            assert 1 <= figures["step_over_compute"] < in_line
+            assert figures["peak_tensors"] == 8, "the last four on their way out, and the first four on their way back"
+    assert len(outcome.exact) == 24
 
 
 def test_the_committed_tables_of_targets_are_those_of_the_committed_results(tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ def make(offload: Offload, device: torch.device) -> Offloader:
         store = DiskStore(None if offload.directory is None else directory, limit_bytes=offload.limit_bytes)
     lane: Lane = ThreadLane() if on_cpu else AcceleratorLane(TorchDevice(device), use_streams=offload.use_streams)
     if offload.to == "disk" and not on_cpu:
-        lane = StagedLane(lane, ThreadLane(), HostStore(pin=offload.pin, limit_bytes=None))
+        lane = StagedLane(
+            lane, ThreadLane(), HostStore(pin=offload.pin, limit_bytes=None), in_flight_bytes=offload.in_flight_bytes
+        )
     return Offloader(
         store,
         lane,

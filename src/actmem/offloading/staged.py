@@ -3,23 +3,33 @@
 The first leg is a copy between device and host on a stream, the second one of bytes between host memory and the store,
 on a thread. Whoever waits for the first leg of a copy out is the thread of the second, so the program waits for
 nothing. A copy back begins with the second leg, as far ahead as the offloader fetches; the first leg follows when the
-value is wanted.
+value is wanted. It comes after all that the stream on which the fetch began was given until then, as on every lane: the
+memory of the target was allocated in the order of that stream, and another one may be current when the value is wanted.
+
+The host memory on the way is a loan, which both legs hold. When nobody does any more, however that came about, the lane
+of the device gives it back, which waits until no copy on a stream touches it. So a leg that failed, or was given up,
+leaves nothing, and nobody waits in a finalizer.
 
 Not yet run on hardware.
 """
 
+# pyright: reportPrivateUsage=false
+# One lane is made of two here: it orders the streams of the first as that does itself.
+
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING, Any
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any, cast
 
 from actmem.errors import OffloadError
-from actmem.offloading.host import HostStore
+from actmem.offloading.host import HostSlot, HostStore
 from actmem.offloading.lanes import Copy, Lane
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from actmem.offloading.accelerator import AcceleratorLane
     from actmem.offloading.stores import Slot, Store
 
 __all__ = ["StagedLane"]
@@ -29,26 +39,40 @@ class StagedLane:
     """Copy device tensors to and from a store of bytes, by way of host memory.
 
     Args:
-        device: the lane between the device and host memory.
+        device: the lane between the device and host memory, an `AcceleratorLane`.
         threads: the lane between host memory and the store.
         staging: the host memory on the way.
+        in_flight_bytes: how much host memory may be on its way to the store. Whoever would exceed it waits for the
+            oldest copy; what is larger goes alone. None: no bound.
     """
 
-    def __init__(self, device: Lane, threads: Lane, staging: HostStore) -> None:
-        self._device, self._threads, self._staging = device, threads, staging
+    def __init__(self, device: Lane, threads: Lane, staging: HostStore, *, in_flight_bytes: int | None = None) -> None:
+        self._device = cast("AcceleratorLane[Any, Any]", device)
+        self._threads, self._staging = threads, staging
+        self._bound = in_flight_bytes
+        self._lock = threading.Lock()
+        self._leaving: deque[tuple[Copy, int]] = deque()
+        """Copies from host memory to the store that had not ended when last looked at, oldest first."""
+        self._leaving_bytes = 0
 
     def out(self, source: Tensor, store: Store, slot: Slot) -> Copy:
         """Begin to copy a contiguous device tensor into a slot of the store."""
-        staged = self._staging.take(slot.num_bytes)
-        first = self._device.out(source, self._staging, staged)
-        after: Any = _After(store, first, self._staging, staged)
-        second = self._threads.out(staged.tensor, after, slot)
+        with self._lock:
+            self._make_room(slot.num_bytes)
+            loan = self._borrow(slot.num_bytes)
+            first = self._device.out(source, self._staging, loan.slot)
+            through: Any = _Through(store, loan, first)
+            second = self._threads.out(loan.slot.tensor, through, slot)
+            self._leaving.append((second, slot.num_bytes))
+            self._leaving_bytes += slot.num_bytes
         return _Out(first, second)
 
     def back(self, store: Store, slot: Slot, target: Tensor) -> Copy:
         """Begin to fill a contiguous device tensor from a slot of the store."""
-        staged = self._staging.take(slot.num_bytes)
-        return _Back(self._device, self._staging, staged, target, self._threads.back(store, slot, staged.tensor))
+        loan = self._borrow(slot.num_bytes)
+        through: Any = _Through(store, loan)
+        first = self._threads.back(through, slot, loan.slot.tensor)
+        return _Back(self._device, self._staging, loan, target, first)
 
     def give(self, store: Store, slot: Slot) -> None:
         """Give a slot back to its store as soon as no copy touches it."""
@@ -65,22 +89,51 @@ class StagedLane:
         self._device.close()
         self._staging.close()
 
+    def _borrow(self, num_bytes: int) -> _Loan:
+        return _Loan(self._device, self._staging, self._staging.take(num_bytes))
 
-class _After:
-    """The store, for one write that has to wait for the first leg, and clears up behind it."""
+    def _make_room(self, num_bytes: int) -> None:
+        """Wait for the oldest copies to the store until so many bytes more are within the bound."""
+        while self._leaving:
+            copy, leaving_bytes = self._leaving[0]
+            if not copy.done():
+                if self._bound is None or self._leaving_bytes + num_bytes <= self._bound:
+                    return
+                _failed(copy)  # the lane of the threads tells of it
+            self._leaving.popleft()
+            self._leaving_bytes -= leaving_bytes
 
-    def __init__(self, store: Store, first: Copy, staging: HostStore, staged: Any) -> None:
-        self._store, self._first, self._staging, self._staged = store, first, staging, staged
+
+class _Loan:
+    """Host memory that is lent to a copy."""
+
+    def __init__(self, lane: Lane, staging: HostStore, slot: HostSlot) -> None:
+        self._lane, self._staging, self.slot = lane, staging, slot
+
+    def __del__(self) -> None:
+        self._lane.give(self._staging, self.slot)
+
+
+class _Through:
+    """The store as a thread sees it for one copy: with the leg that comes before a write, and with the loan."""
+
+    def __init__(self, store: Store, loan: _Loan, first: Copy | None = None) -> None:
+        self._store, self._first = store, first
+        self._loan: _Loan | None = loan
 
     def write(self, slot: Slot, source: Tensor) -> None:
+        assert self._first is not None
         try:
             self._first.wait()
             self._store.write(slot, source)
         finally:
-            self._staging.give(self._staged)
+            self._loan = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+    def read(self, slot: Slot, target: Tensor) -> None:
+        try:
+            self._store.read(slot, target)
+        finally:
+            self._loan = None
 
 
 class _Out:
@@ -100,26 +153,50 @@ class _Out:
 class _Back:
     """A copy back, of which the leg to the device is begun when somebody waits for it."""
 
-    def __init__(self, device: Lane, staging: HostStore, staged: Any, target: Tensor, first: Copy) -> None:
-        self._device, self._staging, self._staged, self._target = device, staging, staged, target
+    def __init__(
+        self, lane: AcceleratorLane[Any, Any], staging: HostStore, loan: _Loan, target: Tensor, first: Copy
+    ) -> None:
+        self._lane, self._staging = lane, staging
         self._first = first
+        self._todo: tuple[_Loan, Tensor, Any] | None = (loan, target, _mark(lane))
         self._second: Copy | None = None
 
     def wait(self) -> None:
-        if self._second is None:
+        if self._todo is not None:
+            loan, target, mark = self._todo
             self._first.wait()
-            self._second = self._device.back(self._staging, self._staged, self._target)
-            self._device.give(self._staging, self._staged)
+            _order(self._lane, mark)
+            self._second = self._lane.back(self._staging, loan.slot, target)
+            self._todo = None
+        assert self._second is not None
         self._second.wait()
 
     def release(self) -> None:
         self.wait()
 
     def done(self) -> bool:
-        return self._second is not None and self._second.done()
+        if self._second is None:
+            return self._first.done() and _failed(self._first)
+        return self._second.done()
 
-    def __del__(self) -> None:
-        if self._second is None:  # fetched ahead for nothing
-            with contextlib.suppress(OffloadError):
-                self._first.wait()
-            self._staging.give(self._staged)
+
+def _mark(lane: AcceleratorLane[Any, Any]) -> Any:
+    """Return an event behind all that the current stream was given so far."""
+    return lane._device.record(lane._device.current_stream())
+
+
+def _order(lane: AcceleratorLane[Any, Any], mark: Any) -> None:
+    """Put the copies back that a lane begins from now on behind an event."""
+    stream = lane._device.current_stream() if lane._streams is None else lane._streams[1]
+    lane._device.wait(stream, mark)
+
+
+def _failed(copy: Copy) -> bool:
+    """Wait for the end of a copy, and tell whether it failed. Raise if it does not end."""
+    try:
+        copy.wait()
+    except OffloadError:
+        if not copy.done():
+            raise
+        return True
+    return False
