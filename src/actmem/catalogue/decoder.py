@@ -1,0 +1,109 @@
+"""Build decoder-only language models, for training: no cache, one pass over whole sequences."""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from actmem.catalogue.attention import Attention, LatentAttention, window_mask
+from actmem.catalogue.configs import DecoderConfig
+from actmem.catalogue.layers import Embedding, Factory, GatedMLP, Linear, RMSNorm, Rotary, rotary_table
+from actmem.catalogue.moe import MoE
+
+__all__ = ["CausalLM", "Decoder", "DecoderLayer", "Output"]
+
+_IGNORED = -100
+
+
+class Output(NamedTuple):
+    """Be what a model of the catalogue returns."""
+
+    loss: Tensor | None
+    """The mean cross-entropy, in float32; None without labels."""
+    logits: Tensor
+    """The scores of all tokens or classes."""
+
+
+class DecoderLayer(nn.Module):
+    """Be one layer: attention, then a feed-forward part, each added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, index: int, factory: Factory) -> None:
+        super().__init__()
+        self.attention_type = "sliding_attention" if config.slides(index) else "full_attention"
+        latent, experts = config.latent, config.experts
+        self.self_attn = LatentAttention(config, latent, factory) if latent else Attention(config, factory)
+        if experts is not None and index >= config.num_dense_layers:
+            self.mlp = MoE(config, experts, factory)
+        else:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.activation, factory)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.norm_eps, factory, plus_one=config.gemma_norms)
+
+        self.input_layernorm = norm()
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm() if config.gemma_norms else None
+        self.post_feedforward_layernorm = norm() if config.gemma_norms else None
+
+    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
+        """Run the layer on (batch, positions, hidden)."""
+        attended = self.self_attn(self.input_layernorm(x), rotary, mask)
+        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
+            x = x + attended
+            return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.post_attention_layernorm(attended)
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+class Decoder(nn.Module):
+    """Embed tokens and run all layers."""
+
+    def __init__(self, config: DecoderConfig, factory: Factory) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **factory)
+        self.layers = nn.ModuleList(DecoderLayer(config, index, factory) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, factory, plus_one=config.gemma_norms)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the normed residual stream of (batch, positions) tokens."""
+        config = self.config
+        x: Tensor = self.embed_tokens(input_ids)
+        if config.scale_embeddings:
+            x = x * config.hidden_size**0.5
+        length = input_ids.shape[1]
+        width = config.latent.rope_head_dim if config.latent else config.head_dim
+        rotary = sliding = rotary_table(length, width, config.rope_theta, like=x)
+        if config.sliding_rope_theta is not None:
+            sliding = rotary_table(length, width, config.sliding_rope_theta, like=x)
+        mask = None
+        if config.window is not None and length > config.window:
+            mask = window_mask(length, config.window, sink=config.sinks, like=x)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, sliding, mask) if config.slides(index) else layer(x, rotary, None)
+        return self.norm(x)
+
+
+class CausalLM(nn.Module):
+    """Predict the next token."""
+
+    def __init__(self, config: DecoderConfig, factory: Factory) -> None:
+        super().__init__()
+        self.model = Decoder(config, factory)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
+        """Return the logits, and with labels the loss of predicting each from the tokens before it.
+
+        Args:
+            input_ids: tokens, (batch, positions).
+            labels: tokens, mostly the same ones; -100 is left out.
+        """
+        logits: Tensor = self.lm_head(self.model(input_ids))
+        if labels is None:
+            return Output(None, logits)
+        following = functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+        wide = logits.float().flatten(0, 1)
+        return Output(functional.cross_entropy(wide, following.flatten(), ignore_index=_IGNORED), logits)
