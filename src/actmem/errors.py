@@ -5,6 +5,7 @@ All errors of actmem, and the builtin that each can also be caught as::
     ActmemError (Exception)
     ├── ModeError (ValueError)          what was asked is not permitted
     │   └── PlanError                   a plan file that cannot be read, is newer, or belongs to another model
+    ├── DeviceError (ValueError)        a device is not known, or a figure of it is missing or wrong
     ├── StructureError (ValueError)     the blocks of a model were not found, or are ambiguous
     ├── ApplyError (RuntimeError)       this model cannot be applied to as it is now
     ├── ReplayError (RuntimeError)      a dropped value could not be brought back
@@ -30,12 +31,20 @@ class PlanError(ModeError):
     """Say that a plan cannot be read, is of a newer version, or belongs to another model."""
 
 
+class DeviceError(ActmemError, ValueError):
+    """Say that a device is not known, that a figure of it is missing, or that a file of devices cannot be read."""
+
+
 class StructureError(ActmemError, ValueError):
     """Say that the blocks of a model were not found, or that there are several candidates."""
 
 
 class ApplyError(ActmemError, RuntimeError):
     """Say that a mode cannot be applied to this model in its present state."""
+
+
+class BudgetError(ActmemError, RuntimeError):
+    """Say that no plan keeps a memory budget, or that a batch does not fit the one that a plan was made for."""
 
 
 class ReplayError(ActmemError, RuntimeError):

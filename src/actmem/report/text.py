@@ -8,24 +8,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from actmem.amounts import size
+
 if TYPE_CHECKING:
     from actmem.report.compiled import CompiledGraph
     from actmem.report.summary import KindReport, Report
 
 __all__ = ["paths_of", "render", "size"]
-
-
-def size(num_bytes: int) -> str:
-    """Write a number of bytes for a reader.
-
-    >>> size(512), size(3 * 2**20), size(5 * 2**30)
-    ('512 B', '3.0 MiB', '5.00 GiB')
-    """
-    if num_bytes < 2**10:
-        return f"{num_bytes} B"
-    if num_bytes < 2**20:
-        return f"{num_bytes / 2**10:.1f} KiB"
-    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.2f} GiB"
 
 
 def render(report: Report, *, width: int = 140) -> str:
