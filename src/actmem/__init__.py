@@ -9,10 +9,13 @@
 """
 
 from actmem.applying import Applied, apply
+from actmem.devices import Device, device, known_devices
 from actmem.engine.declaring import replayable
 from actmem.errors import (
     ActmemError,
     ApplyError,
+    BudgetError,
+    DeviceError,
     FreedStorageError,
     ModeError,
     OffloadError,
@@ -25,6 +28,7 @@ from actmem.errors import (
 )
 from actmem.measuring import Measurement, measure
 from actmem.modes import (
+    Budget,
     CompilerBudget,
     FromPlan,
     Full,
@@ -35,7 +39,10 @@ from actmem.modes import (
     Targets,
     every_second,
 )
-from actmem.plan import Plan, Rule
+from actmem.plan import Plan, Predicted, Rule
+from actmem.planner import Frontier, Largest, Prediction, fit, frontier, largest, predict
+from actmem.profiles import Profile
+from actmem.profiling import profile
 from actmem.report import Report, Trace
 from actmem.sending import offload
 from actmem.settings import Offload
@@ -45,10 +52,16 @@ __all__ = [
     "ActmemError",
     "Applied",
     "ApplyError",
+    "Budget",
+    "BudgetError",
     "CompilerBudget",
+    "Device",
+    "DeviceError",
     "FreedStorageError",
     "FromPlan",
+    "Frontier",
     "Full",
+    "Largest",
     "Measurement",
     "ModeError",
     "Offload",
@@ -56,6 +69,9 @@ __all__ = [
     "OffloadError",
     "Plan",
     "PlanError",
+    "Predicted",
+    "Prediction",
+    "Profile",
     "ReplayError",
     "Report",
     "Rule",
@@ -70,9 +86,16 @@ __all__ = [
     "Verification",
     "VersionError",
     "apply",
+    "device",
     "every_second",
+    "fit",
+    "frontier",
+    "known_devices",
+    "largest",
     "measure",
     "offload",
+    "predict",
+    "profile",
     "replayable",
     "verify",
 ]

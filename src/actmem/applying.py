@@ -20,6 +20,7 @@ from actmem.engine.installing import install, uninstall
 from actmem.engine.tracing import log_once
 from actmem.errors import ModeError, PlanError, StructureError
 from actmem.modes import (
+    Budget,
     CompilerBudget,
     FromPlan,
     Full,
@@ -32,13 +33,14 @@ from actmem.modes import (
 )
 from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
+from actmem.planner import Guard, fit
 from actmem.report import Report, Trace, compiled_graphs, gather, paths_of, summarise
 from actmem.structure import Block, find_blocks, find_roles, fingerprint, layer_type
 from actmem.torchcompat import compiler_budget, keep_graph_order, named_modules
 
 __all__ = ["Applied", "apply"]
 
-_MODES = (SaveEverything, Full, Selective, Targets, Rules, OffloadActivations, CompilerBudget, FromPlan)
+_MODES = (SaveEverything, Full, Selective, Targets, Rules, OffloadActivations, CompilerBudget, Budget, FromPlan)
 _FLEX = "higher_order.flex_attention"
 Engine = Literal["auto", "tape", "checkpoint"]
 Collectives = Literal["save", "recompute"]
@@ -172,8 +174,8 @@ def apply(
         collectives: "save" never runs a collective twice. "recompute" treats the all-gathers, all-reduces,
             reduce-scatters and broadcasts of tensor and sequence parallel as the mode treats other operators, which
             frees their bytes and communicates again in the backward pass. Every rank must run the same operators.
-        example: a batch, for modes that must profile the model. No mode of today needs one.
-        loss: the loss of the example, for the same.
+        example: a batch, for `Budget`, which profiles the model: a dict for `model(**example)`, or a tuple.
+        loss: a function of the output, for the same; by default `output.loss`.
 
     Returns:
         The handle to print what was done, and to undo it.
@@ -206,9 +208,17 @@ def apply(
             f"collectives = {collectives!r} is not known. Expected 'save' (run once) or 'recompute' (run again in "
             "the backward pass, on every rank)."
         )
-    if example is not None or loss is not None:
+    if (example is not None or loss is not None) and not isinstance(mode, (Budget, Plan)):
         raise ModeError(
-            "example and loss are for modes that profile the model, and no mode of this version does. Leave them out."
+            f"example and loss are for a Budget, which profiles the model; {type(mode).__name__} does not. Leave them "
+            "out."
+        )
+    if isinstance(mode, Budget) and example is None:
+        raise ModeError(f"{mode!r} needs a batch to plan for. Write actmem.apply(model, {mode!r}, example=batch).")
+    if isinstance(mode, Budget) and engine == "checkpoint":
+        raise ModeError(
+            "engine = 'checkpoint' runs whole blocks twice, and its peak is not the planned one. Leave it out: a "
+            "Budget is kept by the tape."
         )
     if collectives == "recompute" and engine == "checkpoint":
         raise ModeError(
@@ -216,6 +226,19 @@ def apply(
             "Leave one of them out."
         )
     refuse_state(model)
+    if isinstance(mode, Budget):
+        mode = fit(
+            model,
+            example,
+            budget=mode.amount,
+            loss=loss,
+            device=mode.device,
+            offload=mode.offload,
+            optimizer=mode.optimizer,
+            microbatches=mode.microbatches,
+            blocks=blocks,
+            scope=scope,
+        )
     if isinstance(mode, FromPlan):
         mode = Plan.load(mode.path)
     if isinstance(mode, Plan):
@@ -248,7 +271,7 @@ def apply(
         )
         key = type(block.module), block.kind, verdicts.key
         if key not in families:
-            families[key] = Family(verdicts, compilation, traceable=engine != "tape")
+            families[key] = Family(verdicts, compilation, traceable=engine != "tape", exact=plan.exact)
         families[key].needs_answers |= "router" in its_roles
         scripts.append(
             Script(
@@ -261,6 +284,7 @@ def apply(
                 reissue=collectives == "recompute",
                 offloader=offloader,
                 offload=plan.offload,
+                exact=plan.exact,
             )
         )
     roll.scripts = tuple(scripts)
@@ -272,6 +296,9 @@ def apply(
     classes: dict[Any, type] = {}
     for block, script in zip(found, scripts, strict=True):
         install(block.module, script, classes)
+    if plan.predicted is not None:
+        guard = Guard(plan, loss)
+        undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
     return Applied(plan, found, tuple(scripts), compilation, offloader, undo)
 
 

@@ -63,9 +63,9 @@ def check_rules(
     A rule that names an operator besides a target or a layer type only narrows: it may find nothing, and the report
     says so.
     """
+    for op in dict.fromkeys(rule.op for rule in rules if rule.op is not None):
+        _check_operator(op)
     for rule in rules:
-        if rule.op is not None:
-            _check_operator(rule.op)
         if rule.module is not None:
             _check_module(rule, model)
         chosen = [b for b in blocks if rule.layers is None or Slices.parse(rule.layers).contains(b.index, len(blocks))]

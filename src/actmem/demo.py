@@ -23,8 +23,8 @@ __all__ = ["EXAMPLE", "LlamaLike", "Row", "Size", "compare", "main"]
 EXAMPLE = """\
 import actmem
 
-mode = actmem.Selective(save=["attention", actmem.every_second("matmul")])
-applied = actmem.apply(model, mode)
+applied = actmem.apply(model, actmem.Budget("20GiB"), example=batch)
+# or by name: actmem.apply(model, actmem.Full())
 
 for ids, labels in batches:  # train as before
     model(ids, labels).backward()
@@ -259,6 +259,91 @@ def _table(rows: Sequence[Row]) -> Table:
     return table
 
 
+# -------------------------------------------------------------------- a budget
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What became of a budget."""
+
+    plan: actmem.Plan
+    budget_bytes: int
+    plain_bytes: int
+    measured_bytes: int
+    equal: bool
+    """The step has the bits of plain training's."""
+
+
+def keep_budget(size: Size, fraction: float = 0.5) -> Kept:
+    """Fit the small model to a fraction of its plain peak, apply the plan, verify it and measure the step."""
+    model, batch = LlamaLike(size), size.tokens()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run = _Run(Row("budget"), model, optimizer)
+    run.step(batch)
+    optimizer.zero_grad()
+    plain = actmem.measure(lambda: run.step(batch), model=model, optimizer=optimizer)
+    optimizer.zero_grad()
+    budget_bytes = int(plain.peak_bytes * fraction)
+    plan = actmem.fit(model, batch, budget=budget_bytes, optimizer="adamw")
+    equal = actmem.verify(model, batch, plan).ok
+    with actmem.apply(model, plan):
+        run.step(batch)
+        optimizer.zero_grad()
+        measured = actmem.measure(lambda: run.step(batch), model=model, optimizer=optimizer)
+    return Kept(plan, budget_bytes, plain.peak_bytes, measured.peak_bytes, equal)
+
+
+def plan_large(name: str = "llama-3.1-8b", device: str = "h100-80gb") -> tuple[actmem.Frontier, actmem.Plan]:
+    """Plan a large model from its published numbers, for a device that need not be here. Nothing is computed."""
+    from actmem import catalogue
+
+    model, batch = catalogue.build(name).train(), catalogue.example(name, sequence=8192)
+    plan = actmem.fit(model, batch, budget=1.0, device=device)
+    found = actmem.frontier(actmem.profile(model, batch), device, num_points=2)
+    return found, plan
+
+
+def _budget_table(found: actmem.Frontier, plan: actmem.Plan, name: str) -> Table:
+    assert plan.predicted is not None
+    table = Table(title=name, box=SIMPLE_HEAD)
+    table.add_column("mode")
+    for heading in ("predicted\npeak GiB", "fits", "predicted\nstep", "replayed\nTFLOP"):
+        table.add_column(heading, justify="right")
+    p = plan.predicted
+    fitted = ("fitted plan", p.peak_bytes, p.step_time_ratio, p.replayed_flops)
+    rows = [*((m.name, m.peak_bytes, m.step_time_ratio, m.replayed_flops) for m in found.modes), fitted]
+    for mode, peak, ratio, flops in rows:
+        fits = "yes" if peak <= p.budget_bytes else "no"
+        table.add_row(mode, f"{peak / 2**30:.1f}", fits, f"{ratio:.3f}x", f"{flops / 1e12:.1f}")
+    return table
+
+
+def _show_budgets(console: Any) -> bool:
+    """Print what a budget does. Tell whether it was kept and changed nothing."""
+    size = Size(batch=8)
+    kept = keep_budget(size)
+    assert kept.plan.predicted is not None
+    console.print(
+        f"A budget: half of the plain peak of {kept.plain_bytes / 2**20:.1f} MiB (batch {size.batch}).\n"
+        f"  budget    {kept.budget_bytes / 2**20:8.1f} MiB\n"
+        f"  predicted {kept.plan.predicted.peak_bytes / 2**20:8.1f} MiB\n"
+        f"  measured  {kept.measured_bytes / 2**20:8.1f} MiB\n"
+        f"  gradients and loss equal to plain training, to the bit: {'yes' if kept.equal else 'NO'}\n"
+        f"  predicted step {kept.plan.predicted.step_time_ratio:.3f}x of plain; no plan in this budget is below "
+        f"{kept.plan.predicted.bound:.3f}x\n"
+    )
+    found, plan = plan_large()
+    assert plan.predicted is not None
+    console.print(
+        _budget_table(found, plan, "Llama-3.1-8B, bf16, AdamW, 8192 tokens, one H100 80 GB (its roofline, not a run)")
+    )
+    console.print(
+        f"the budget is the whole card less {plan.predicted.headroom:.0%} for the allocator: "
+        f"{plan.predicted.budget_bytes / 2**30:.1f} GiB; no plan in it is below {plan.predicted.bound:.3f}x\n"
+    )
+    return kept.equal and kept.measured_bytes <= kept.budget_bytes
+
+
 def main() -> int:
     """Run the demo. Return 0, or 1 if any mode did nothing or changed the training."""
     console: Any = Console()
@@ -276,6 +361,7 @@ def main() -> int:
         "saved: what forward leaves for backward; replayed: what backward runs again\n"
         "time: median ratio to plain; equal: to the bit, in every step\n"
     )
+    budget_kept = _show_budgets(console)
     console.print("What you would write:\n")
     console.print(EXAMPLE, markup=False, highlight=False)
     changed = [r.name for r in rows if not (r.gradients_equal and r.loss_equal)]
@@ -284,7 +370,9 @@ def main() -> int:
         print(f"error: gradients or loss differ from plain training under {', '.join(changed)}", file=sys.stderr)
     if idle:
         print(f"error: nothing was replayed, or no memory was freed, under {', '.join(idle)}", file=sys.stderr)
-    return 1 if changed or idle else 0
+    if not budget_kept:
+        print("error: the budget was not kept, or the plan changed the training", file=sys.stderr)
+    return 1 if changed or idle or not budget_kept else 0
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ can be compared, and print as the line that makes them.
 
 import os
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
 from typing import cast
 
+from actmem.amounts import parse_budget
 from actmem.errors import ModeError
 from actmem.ops import INPUT, is_glob, split_selector
 from actmem.plan import TARGETS, Rule, Slices, check_rules, check_target
@@ -16,6 +17,7 @@ from actmem.settings import Offload
 
 __all__ = [
     "TARGETS",
+    "Budget",
     "CompilerBudget",
     "EverySecond",
     "FromPlan",
@@ -28,6 +30,10 @@ __all__ = [
     "Targets",
     "every_second",
 ]
+
+
+OPTIMIZERS = ("adamw", "adam", "sgd")
+"""The optimizers that a budget can count. SGD is without momentum."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +263,48 @@ class CompilerBudget:
         return (Rule("save"),)
 
 
+@dataclass(frozen=True)
+class Budget:
+    """Hold a step within a number of bytes, and train as fast as that allows. `apply` needs an example batch.
+
+    >>> Budget("20GiB")
+    Budget(amount='20GiB', device=None, offload=None, optimizer='adamw', microbatches=1)
+
+    Raises:
+        ModeError: if the amount is none, or another field has a value that is not permitted.
+    """
+
+    amount: str | int | float
+    """Such as "20GiB", a number of bytes, or a fraction of the device's memory, such as 0.9. It counts parameters,
+    gradients, optimizer state, activations and temporaries."""
+    _: KW_ONLY
+    device: str | None = None
+    """Whose speed to plan for, such as "h100-80gb". None: this machine."""
+    offload: str | Offload | None = None
+    """"host" or "disk", or an `Offload`, if values may be sent away."""
+    optimizer: str | None = "adamw"
+    """The optimizer to count: "adamw", "adam", "sgd", or None for none."""
+    microbatches: int = 1
+    """How many batches gradients are accumulated over."""
+
+    def __post_init__(self) -> None:
+        parse_budget(self.amount, device_bytes=2**40)
+        if self.offload not in (None, "host", "disk") and not isinstance(self.offload, Offload):
+            raise ModeError(f"offload = {self.offload!r} is not known. Permitted: 'host', 'disk', an Offload, or None.")
+        if self.optimizer not in (None, *OPTIMIZERS):
+            raise ModeError(
+                f"optimizer = {self.optimizer!r} is not known. Permitted: {', '.join(OPTIMIZERS)}; None if it is not "
+                "to be counted, as where its state lies elsewhere."
+            )
+        _check_count("microbatches", self.microbatches, least=1, meaning="batches to a step", of="Budget")
+
+    def rules(self) -> tuple[Rule, ...]:
+        """Refuse: the rules of a budget depend on the model, and are found by `fit`."""
+        raise ModeError(
+            "a Budget has no rules of its own. Write actmem.fit(model, example, budget=...), which finds them."
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class Rules:
     """Decide by your own rules: the first that matches wins, the last has no selectors and is the default.
@@ -335,7 +383,7 @@ class FromPlan:
         return f"FromPlan({self.path!r})"
 
 
-Mode = SaveEverything | Full | Selective | Targets | Rules | OffloadActivations | CompilerBudget | FromPlan
+Mode = SaveEverything | Full | Selective | Targets | Rules | OffloadActivations | CompilerBudget | Budget | FromPlan
 """What `apply` takes, besides a Plan."""
 
 

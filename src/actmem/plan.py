@@ -146,6 +146,44 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """What a planner expects of a plan, and what it took for granted.
+
+    Raises:
+        ModeError: never by itself; a plan file with another field is refused.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    peak_bytes: int
+    """The most bytes that are alive at any moment of a step."""
+    budget_bytes: int
+    """What they may be at most: the budget, less the headroom."""
+    step_time_ratio: float
+    """Seconds of forward and backward, over those with everything saved."""
+    replayed_flops: int
+    bound: float
+    """No plan within the budget has a smaller step time ratio than this."""
+    gap: float
+    """How much smaller the step time ratio of the best plan could be, at most."""
+    device: str
+    """Whose speed was taken."""
+    optimizer: str
+    """The optimizer that is counted, and the dtype of its state; "none" if none is."""
+    shapes: tuple[str, ...]
+    """The tensors of the example, such as `input_ids int64 [1, 8192]`."""
+    peak_at: str = ""
+    """Which operator, and in which block."""
+    headroom: float = 0.0
+    """The part of the budget that is left to the allocator."""
+    microbatches: int = 1
+    shard: int = 1
+    """Over how many ranks parameters, gradients and optimizer state are divided."""
+    routing: str = "none"
+    """How many tokens an expert was taken to get: "balanced", "worst", "real", or "none" where nothing is routed."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """Carry the rules of a mode, resolved for one model.
 
@@ -175,6 +213,10 @@ class Plan:
     """The mode that the plan came from, as it was written."""
     offload: Offload | None = None
     """Where to and how, if a rule offloads."""
+    exact: bool = False
+    """What the rules save is held as they say, even where something made from it is smaller; so a planner wants it."""
+    predicted: Predicted | None = None
+    """What a planner expects of it, if one made it."""
     version: int = PLAN_VERSION
     """The version of the plan's form."""
 
@@ -200,6 +242,8 @@ class Plan:
         ]
         if self.offload is not None:
             lines.append(f"offloading: {self.offload!r}")
+        if self.predicted is not None:
+            lines += _foretold(self.predicted)
         only = "everything" if len(self.rules) == 1 else "everything else"
         for number, rule in enumerate(self.rules, start=1):
             selectors = "  ".join(f"{name}={value}" for name, value in rule.selectors.items())
@@ -217,6 +261,10 @@ class Plan:
         }
         if self.offload is not None:
             document["offload"] = asdict(self.offload)
+        if self.exact:
+            document["exact"] = True
+        if self.predicted is not None:
+            document["predicted"] = asdict(self.predicted)
         return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -268,6 +316,25 @@ class Plan:
         except OSError as error:
             raise PlanError(f"cannot read the plan file {str(path)!r}: {error.strerror}.") from error
         return _plan_from_text(text, source=repr(str(path)), suffix=path.suffix)
+
+
+def _foretold(p: Predicted) -> list[str]:
+    peak, budget = p.peak_bytes / 2**20, p.budget_bytes / 2**20
+    bound = f"no plan within the budget is below {p.bound:.4f}x (gap {100 * p.gap:.2f} %)"
+    lines = [
+        f"predicted peak: {peak:,.1f} MiB of {budget:,.1f} MiB, at {p.peak_at or 'no operator'}",
+        f"predicted step: {p.step_time_ratio:.4f}x of saving everything on {p.device}; {bound}",
+        f"taken for granted: {', '.join(p.shapes) or 'no tensors'}; optimizer {p.optimizer}",
+    ]
+    if p.microbatches > 1:
+        lines[-1] += f"; {p.microbatches} microbatches"
+    if p.shard > 1:
+        lines[-1] += f"; sharded over {p.shard} ranks"
+    if p.routing not in ("none", "real"):
+        lines[-1] += f"; routing {p.routing}"
+    if p.headroom:
+        lines[-1] += f"; {100 * p.headroom:g} % of the budget left to the allocator"
+    return lines
 
 
 def check_rules(rules: object, *, name: str = "rules") -> tuple[Rule, ...]:
@@ -446,7 +513,8 @@ def _explain(error: ValidationError) -> str:
     """Say in our own words what pydantic found first."""
     first = error.errors(include_url=False)[0]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    keys = _keys(Plan if len(first["loc"]) < 2 else Offload if first["loc"][0] == "offload" else Rule)
+    parts = {"offload": Offload, "predicted": Predicted}
+    keys = _keys(Plan if len(first["loc"]) < 2 else parts.get(str(first["loc"][0]), Rule))
     name = str(first["loc"][-1]) if first["loc"] else ""
     match first["type"]:
         case "unexpected_keyword_argument":
@@ -454,6 +522,8 @@ def _explain(error: ValidationError) -> str:
         case "literal_error":  # the decision; say it as the rule itself does
             return f"{where}: {_unknown_decision(first['input'])}"
         case "missing":
+            if "predicted" in first["loc"][:1]:
+                return f"{where} is missing. A prediction has {', '.join(_required(Predicted))}."
             return f"{where} is missing. Every plan has {', '.join(_required(Plan))}; every rule has a decision."
         case "value_error":  # one of our own checks
             message = str(cast(dict[str, Any], first)["ctx"]["error"])
@@ -462,11 +532,11 @@ def _explain(error: ValidationError) -> str:
             return f"{where} = {first['input']!r} is not permitted: {first['msg'].lower()}."
 
 
-def _keys(kind: type[Rule | Plan | Offload]) -> list[str]:
+def _keys(kind: type[Rule | Plan | Offload | Predicted]) -> list[str]:
     return [field.name for field in fields(kind)]
 
 
-def _required(kind: type[Plan]) -> list[str]:
+def _required(kind: type[Plan | Predicted]) -> list[str]:
     return [field.name for field in fields(kind) if field.default is MISSING]
 
 

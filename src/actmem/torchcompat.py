@@ -15,7 +15,7 @@ import torch
 import torch.fx.traceback as _traceback
 import torch.nn.attention as _torch_attention
 import torch.utils.checkpoint as _checkpoint
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import (
 __all__ = [
     "BackwardCFunction",
     "FakeTensor",
+    "FakeTensorMode",
     "TorchDispatchMode",
     "after_backward",
     "alias",
@@ -63,6 +64,7 @@ __all__ = [
     "with_attention_backends",
     "without_autocast",
     "without_dispatch_modes",
+    "without_fake_mode",
 ]
 
 _attention: Any = _torch_attention
@@ -72,6 +74,9 @@ checkpoint: Any = _checkpointing.checkpoint
 selective_contexts: Any = _checkpointing.create_selective_checkpoint_contexts
 apart_from_graphs: Any = _compiler.disable
 """Three public functions whose types torch leaves open."""
+
+without_fake_mode: Any = unset_fake_temporarily
+"""Return a context in which tensors are made with bytes, although a fake mode is active."""
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 

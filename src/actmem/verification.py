@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from actmem.applying import apply
-from actmem.errors import ModeError
 from actmem.modes import Mode
 from actmem.plan import Plan
+from actmem.profiling.restoring import Restored, inputs_of
+from actmem.profiling.stepping import loss_of
 from actmem.report import Report
-from actmem.torchcompat import named_buffers, named_modules
+from actmem.torchcompat import named_modules
 
 __all__ = ["Verification", "verify"]
 
@@ -71,10 +72,10 @@ def verify(
     >>> actmem.verify(model, (torch.randn(2, 8),), actmem.Full(), loss=torch.sum).ok
     True
     """
-    with _Restored(model, batch):
-        with _Restored(model, batch):
+    with Restored(model, batch):
+        with Restored(model, batch):
             plain = _step(model, batch, loss, seed)
-        with _Restored(model, batch), apply(model, mode, blocks=blocks) as applied:
+        with Restored(model, batch), apply(model, mode, blocks=blocks) as applied:
             managed = _step(model, batch, loss, seed)
             report = applied.report()
     after = _tree(model)
@@ -89,40 +90,20 @@ def _step(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None, se
     torch.clear_autocast_cache()  # else the second step finds the casts of the first, if autocast is on around both
     for p in model.parameters():
         p.grad = None
-    for t in _inputs(batch).values():
+    for t in inputs_of(batch).values():
         t.grad = None
     tree = _tree(model)
     out: Any = model(**batch) if isinstance(batch, dict) else model(*batch)
-    value = _loss(out, loss)
+    value = loss_of(out, loss)
     value.backward()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
     return _Outcome(
         value.detach().clone(),
         {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
-        {n: None if t.grad is None else t.grad.clone() for n, t in _inputs(batch).items()},
+        {n: None if t.grad is None else t.grad.clone() for n, t in inputs_of(batch).items()},
         {n: b.clone() for n, b in model.named_buffers()},
         tree,
         torch.get_rng_state(),
     )
-
-
-def _loss(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    if loss is not None:
-        return loss(out)
-    value = getattr(out, "loss", None)
-    if value is None and isinstance(out, Tensor) and out.dim() == 0:
-        value = out
-    if value is None:
-        raise ModeError(
-            f"the model returned {type(out).__name__}, which is neither a scalar nor has a .loss. Pass loss=, a "
-            "function of the output, such as "
-            "loss=lambda out: out.float().pow(2).mean()."
-        )
-    return value
-
-
-def _inputs(batch: Any) -> dict[str, Tensor]:
-    named: Any = batch.items() if hasattr(batch, "items") else enumerate(batch)
-    return {f"input {k}": t for k, t in named if isinstance(t, Tensor) and t.is_leaf and t.requires_grad}
 
 
 def _tree(model: nn.Module) -> dict[str, str]:
@@ -162,25 +143,3 @@ def _same(x: Tensor | None, y: Tensor | None) -> bool:
 
 def _bits(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
-class _Restored:
-    """Put gradients, buffers and the random generator back on leaving."""
-
-    def __init__(self, model: nn.Module, batch: Any) -> None:
-        self._gradients = [(p, p.grad) for p in (*model.parameters(), *_inputs(batch).values())]
-        self._buffers = [(slot, name, b, None if b is None else b.clone()) for slot, name, b in named_buffers(model)]
-        self._random = torch.get_rng_state()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_rng_state(self._random)
-        for p, gradient in self._gradients:
-            p.grad = gradient
-        with torch.no_grad():
-            for slot, name, buffer, copy in self._buffers:
-                slot[name] = buffer
-                if buffer is not None and copy is not None:
-                    buffer.copy_(copy)

@@ -16,6 +16,9 @@ bytes that are held, is not looked for under such a plan.
 
 What is owed can be lost: its storage died, or was overwritten. Then the value itself is held.
 
+A plan that a planner made is *exact*: what to hold was weighed there, with time as well as bytes. Under it, to owe what
+the plan keeps counts nothing, and the smallest cut is not looked for.
+
 NOTE [ Collectives again ]
 Under `collectives="recompute"` the functional collectives (all-gather, reduce-scatter, all-reduce, broadcast) are
 recorded like any operator, and a replay issues them again and waits. If one rank did and another did not, both would
@@ -79,8 +82,22 @@ def all_debts(refs: list[tuple[Any, ...]]) -> tuple[Value, ...] | None:
     return debts
 
 
-def settle(value: Value, num_bytes: int, hold: Callable[[Value, Tensor], None], tensor: Tensor) -> None:
-    """Hold what a recorded value owes, or the value itself: whichever is fewer bytes."""
+def settle(
+    value: Value,
+    num_bytes: int,
+    hold: Callable[[Value, Tensor], None],
+    tensor: Tensor,
+    free: tuple[str, ...] = ("offload",),
+) -> None:
+    """Hold what a recorded value owes, or the value itself: whichever is fewer bytes.
+
+    Args:
+        value: what autograd saves.
+        num_bytes: its bytes.
+        hold: holds a value by a tensor.
+        tensor: what shows it.
+        free: why a value that is owed counts nothing.
+    """
     assert value.debts is not None
     across = ACROSS[0] in value.debts
     owed = [v for v in value.debts if v.held is None and v is not ACROSS[0]]
@@ -93,7 +110,7 @@ def settle(value: Value, num_bytes: int, hold: Callable[[Value, Tensor], None], 
         if alive is None or alive.untyped_storage() is not v.storage():  # gone, or its data was exchanged
             break
         found.append((v, alive))
-    if across or len(found) < len(owed) or sum(v.num_bytes for v in owed if v.why != "offload") > num_bytes:
+    if across or len(found) < len(owed) or sum(v.num_bytes for v in owed if v.why not in free) > num_bytes:
         hold(value, tensor)
         value.node, value.why = None, "barrier"
         if value.row is not None:

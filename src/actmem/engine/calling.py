@@ -41,6 +41,7 @@ class Script:
         reissue: bool = False,
         offloader: Offloader | None = None,
         offload: Offload | None = None,
+        exact: bool = False,
     ) -> None:
         self.path = path
         self.family = family
@@ -72,6 +73,8 @@ class Script:
         """Sends values away, for all blocks of the model."""
         self._offload = offload
         self._state_storages: frozenset[int] = frozenset()
+        self._exact = exact
+        """The plan is followed to the letter. See NOTE [ Barriers ]."""
         self._reissue = reissue
         """Functional collectives may run again."""
         self._cut: Cut | None = None
@@ -130,6 +133,7 @@ class Script:
             cut=self._cut if self._cut is not None and self._cut_fits(inputs) else None,
             reissue=self._reissue,
             away=self._away(),
+            exact=self._exact,
         )
         try:
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
@@ -171,7 +175,7 @@ class Script:
     def _cut_program(self, observation: Observation, inputs: list[Tensor]) -> None:
         """Find the smallest cut of what ran. If there is one, the next call is observed too: it will hold less."""
         by_bytes = not self.verdicts.offloads and not (self._reissue and _communicates(observation.funcs))
-        if self._cut is None and by_bytes:
+        if self._cut is None and by_bytes and not self._exact:
             self._cut_shapes = _shapes(inputs)
             key = observation.signature()
             if key not in self._cuts:

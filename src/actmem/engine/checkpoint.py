@@ -129,12 +129,14 @@ class Compilation:
 class Family:
     """The blocks of one class for which the plan says the same: they share one class, and one compiled graph."""
 
-    def __init__(self, verdicts: Verdicts, compilation: Compilation, *, traceable: bool) -> None:
+    def __init__(self, verdicts: Verdicts, compilation: Compilation, *, traceable: bool, exact: bool = False) -> None:
         self.verdicts = verdicts
         self.traceable = traceable
         """Whether a graph may take in these blocks; else they stay outside, and the tape runs them."""
         self.verdicts_keep_everything = verdicts.keeps_everything
-        self.offloads = verdicts.offloads and traceable
+        does = "offloads" if verdicts.offloads else "keeps a budget" if exact else ""
+        self.refused = does if traceable else ""
+        """What the plan does that no compiled graph does."""
         self.active = True
         self.compilation = compilation
         self.needs_answers = not verdicts.recomputes_everything

@@ -62,8 +62,8 @@ def _subclass(original: Any, family: Family) -> type:
     @apart_from_graphs
     def refuse(self: nn.Module) -> Any:
         raise UnsupportedError(
-            f"{scripts[id(self)].path} is compiled, and its plan offloads, which no compiled graph does. Keep the "
-            "block out of graphs: actmem.apply(..., engine='tape'), or offload nothing."
+            f"{scripts[id(self)].path} is compiled, and its plan {family.refused}, which no compiled graph does. "
+            "Keep the block out of graphs: actmem.apply(..., engine='tape'), or choose another mode."
         )
 
     apart = apart_from_graphs(run)
@@ -73,7 +73,7 @@ def _subclass(original: Any, family: Family) -> type:
             return given_up(self, args, kwargs)  # see NOTE [ Under torch.compile ]
         if not (self.training and is_grad_enabled() and family.active) or family.verdicts_keep_everything:
             return plain(self, *args, **kwargs)
-        if family.offloads:
+        if family.refused:
             return refuse(self)
         if not family.traceable:
             return apart(self, args, kwargs)

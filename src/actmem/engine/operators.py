@@ -27,7 +27,7 @@ import torch
 
 from actmem.ops import GROUPS
 
-__all__ = ["DESCRIBED", "REASONS", "Operator", "describe"]
+__all__ = ["DESCRIBED", "REASONS", "UNINITIALISED", "Operator", "describe"]
 
 REASONS: dict[str, str] = {
     "uninitialised": "born uninitialised; a kernel that the tape cannot see may have filled it",
@@ -56,7 +56,7 @@ _REISSUED = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor", "all_r
 """Functional collectives that may run again on request: they write nothing, and every rank gives as many bytes as the
 others. `all_to_all_single` is not among them: how much it moves is each rank's own affair."""
 
-_UNINITIALISED = frozenset(
+UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "resize"}
 )
 _CONSTANT = frozenset(
@@ -316,7 +316,7 @@ class Operator:
 
     @staticmethod
     def _reason(base: str) -> str | None:
-        if base in _UNINITIALISED:
+        if base in UNINITIALISED:
             return "uninitialised"
         if base in _CONSTANT:
             return "constant"

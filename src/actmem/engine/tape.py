@@ -110,6 +110,7 @@ class Tape(Holdings, TorchDispatchMode):
         cut: Cut | None = None,
         reissue: bool = False,
         away: Away | None = None,
+        exact: bool = False,
     ) -> None:
         TorchDispatchMode.__init__(self)  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
         Holdings.__init__(self, inputs, trainable, observation)
@@ -128,6 +129,8 @@ class Tape(Holdings, TorchDispatchMode):
         self._away = away
         """Takes what the plan offloads when the forward is over."""
         self._cut = cut
+        self._free = KEPT if exact else ("offload",)
+        """Why a value may be kept without weighing its bytes. See NOTE [ Barriers ]."""
         self._index = 0
         self._dtype = torch.get_default_dtype()
         self._numbered = cut is not None or observation is not None
@@ -297,7 +300,7 @@ class Tape(Holdings, TorchDispatchMode):
         if value.node is None:
             self._hold(value, given, alias_in_handler)
         else:
-            barriers.settle(value, given.untyped_storage().nbytes(), self._hold_owed_in_handler, given)
+            barriers.settle(value, given.untyped_storage().nbytes(), self._hold_owed_in_handler, given, self._free)
         return True
 
     def _leave_behind(self, writes: list[Write], *, fills_saved: bool) -> None:
@@ -483,7 +486,7 @@ class Tape(Holdings, TorchDispatchMode):
             if value.node is None:
                 self._hold_saved(value, tensor)
             elif value.debts is not None:
-                barriers.settle(value, storage.nbytes(), self._hold_owed, tensor)
+                barriers.settle(value, storage.nbytes(), self._hold_owed, tensor, self._free)
         elif value.version != UNCHECKED and value.held._version != value.version:
             value = self._saved_external(tensor, storage)  # written unseen
         bits = (tensor.is_conj() | tensor.is_neg() << 1) if self._bits else 0

@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -28,13 +28,19 @@ _DISK_BYTES = 128 * 2**20
 _LEAST_RUNS = 3
 
 
-def measure_machine(*, seconds: float = 0.5, directory: str | os.PathLike[str] | None = None) -> Device:
+def measure_machine(
+    *,
+    seconds: float = 0.5,
+    directory: str | os.PathLike[str] | None = None,
+    dtypes: Iterable[str] = ("float32",),
+) -> Device:
     """Measure what this machine can do: its accelerator if there is one, else its CPU with the threads of torch.
 
-    Measured are FLOP/s of matrix products in float32 and bfloat16, and the bandwidth of an out-of-place addition: the
-    median of several sizes and runs each. The figures are what was reached, so `attainable` is 1 for all. Memory is
-    that of the accelerator, else the physical memory, or less if this process may use less. The link to the host is
-    not measured. The random state stays as it is. It is measured once per process for each number of threads.
+    Measured are FLOP/s of matrix products in float32 and in each of `dtypes`, and the bandwidth of an out-of-place
+    addition: the median of several sizes and runs each. The figures are what was reached, so `attainable` is 1 for
+    all. Memory is that of the accelerator, else the physical memory, or less if this process may use less. The link to
+    the host is not measured. The random state stays as it is. It is measured once per process for each number of
+    threads.
 
     >>> here = measure_machine(seconds=0.05)
     >>> here.key, here.flops_per_second["fp32"] > 1e6
@@ -42,6 +48,7 @@ def measure_machine(*, seconds: float = 0.5, directory: str | os.PathLike[str] |
 
     Args:
         seconds: About how long to measure; slow machines take longer, for a few runs are needed.
+        dtypes: What the model computes in. bfloat16 is measured only if it is among them.
         directory: A folder on the disk that values would be offloaded to. None: the disk is not measured.
 
     Raises:
@@ -59,7 +66,7 @@ def measure_machine(*, seconds: float = 0.5, directory: str | os.PathLike[str] |
             "the machine cannot be measured where tensors are not real, as under FakeTensorMode. "
             "Call measure_machine() before, and pass on the Device that it returns."
         )
-    measured = _measured(where, torch.get_num_threads(), seconds)
+    measured = _measured(where, torch.get_num_threads(), seconds, bfloat16="bfloat16" in set(dtypes))
     if directory is None:
         return measured
     folder = os.fspath(directory)
@@ -69,10 +76,12 @@ def measure_machine(*, seconds: float = 0.5, directory: str | os.PathLike[str] |
 
 
 @functools.cache
-def _measured(where: torch.device, num_threads: int, seconds: float) -> Device:
+def _measured(where: torch.device, num_threads: int, seconds: float, *, bfloat16: bool) -> Device:
     rates: dict[str, float] = {}
     sources: dict[str, str] = {}
     for name, dtype in _DTYPES.items():
+        if dtype is torch.bfloat16 and not bfloat16:
+            continue  # some machines announce products in bfloat16 and then fault on them: who needs none runs none
         try:
             rates[name] = _flops_per_second(where, dtype, seconds / 3)
         except (RuntimeError, TypeError):

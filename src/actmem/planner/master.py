@@ -1,0 +1,341 @@
+"""The whole step as a program: how many layers of each family follow which decisions.
+
+NOTE [ The master program ]
+A *column* is an effect: decisions for a layer, worked out. A *row* is a moment of the step at which the bytes of all
+layers must fit. Layers that are at the same point of their family's events at all rows are alike, so the program counts
+them instead of naming them: its size depends on the number of rows, not of layers. Rows are added where a solution
+breaks the budget; columns are added where the prices of the rows make them pay (NOTE [ The block program ]).
+
+For any prices of the rows, take for each layer the decisions that cost least at these prices, and from their sum what
+the whole budget costs at every row, less what the program itself uses there. No plan that fits replays for less
+(Lagrange). That is the bound. Rows that are missing, and shared storages that are left out, only lower it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from actmem.planner.highs import Program
+from actmem.planner.links import Link, Traffic
+from actmem.planner.pricing import Priced, price
+from actmem.planner.problem import BlockProblem, block_problem
+from actmem.planner.timeline import NEVER, Effect, Timeline
+
+__all__ = ["Mix", "Moment", "Step"]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A row: after an event, or within an unpack that replays."""
+
+    event: int
+    within: bool
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that are alike at all rows."""
+
+    family: int
+    layers: tuple[int, ...]
+    places: tuple[tuple[int, bool], ...]
+    """For each row, the layer's own event before it, and whether the row lies within that event."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A solution: for each group, how many of its layers follow which column."""
+
+    counts: list[list[tuple[int, float]]]
+    """For each group, (number of the column in the family's pool, how many)."""
+    over_bytes: float
+    """How far above the budget it is."""
+    prices: list[float]
+    """Of a byte at each row."""
+    seconds: float
+    bound: float = -float("inf")
+    """For whole numbers: no mix of these columns has fewer seconds, or a smaller peak."""
+    copies: Sequence[float] = ()
+    """The price of a byte that is sent, and of one that is fetched, where there is a link."""
+
+
+class Step:
+    """The step of a profile, with the columns and rows found so far."""
+
+    def __init__(self, timeline: Timeline, *, link: Link | None = None, traffic: Traffic | None = None) -> None:
+        self.timeline, self._link, self._traffic = timeline, link, traffic
+        sizes = timeline.profile.storages
+        self.problems: list[BlockProblem] = [block_problem(f, sizes) for f in timeline.families]
+        self.pools: list[list[Effect]] = [[] for _ in timeline.families]
+        self._known: list[set[tuple[str, ...]]] = [set() for _ in timeline.families]
+        self.rows: list[Moment] = []
+        self.groups: list[Group] = []
+        self._prices: dict[tuple[int, tuple[tuple[int, float], ...], float, float | None], Priced] = {}
+        self._safe = _safe_unpacks(timeline)
+        starts = [int(timeline.places[nth][f.first_unpack]) for f in timeline.families for nth in f.layers if f.is_used]
+        self._begins = np.array(sorted(starts), dtype=np.int64)
+        self._link_unit = 1.0
+        self.apart = False
+        """Whether every layer is a group of its own."""
+        self.tight: dict[Moment, int] = {}
+        """Bytes that a row must keep free, for solutions in whole numbers."""
+        self.barred: list[list[int]] = []
+        """Solutions in whole numbers that turned out not to fit: for each layer, the number of its column."""
+        self.regroup()
+
+    def add(self, family: int, keep: Sequence[str]) -> Effect | None:
+        """Add a column to the pool of a family; return it if it is new."""
+        key = tuple(keep)
+        if key in self._known[family]:
+            return None
+        self._known[family].add(key)
+        effect = self.timeline.effect(family, key)
+        if self._link is not None and effect.sent_bytes > self._link.in_flight_bytes:
+            return None
+        self.pools[family].append(effect)
+        return effect
+
+    def add_rows(self, moments: Sequence[Moment]) -> bool:
+        """Add rows. Return whether any is new."""
+        new = [m for m in moments if m not in self.rows]
+        self.rows.extend(new)
+        if new:
+            self.regroup()
+        return bool(new)
+
+    def regroup(self) -> None:
+        """Find out which layers are alike at all rows."""
+        found: dict[tuple[int, tuple[tuple[int, bool], ...], int], list[int]] = {}
+        events = np.array([m.event for m in self.rows], dtype=np.int64)
+        for nth, places in enumerate(self.timeline.places):
+            at = np.searchsorted(places, events, side="right") - 1
+            own = [m.within and k >= 0 and int(places[k]) == m.event for k, m in zip(at, self.rows, strict=True)]
+            key = self.timeline.family_of[nth], tuple(zip((int(k) for k in at), own, strict=True)), nth * self.apart
+            found.setdefault(key, []).append(nth)
+        self.groups = [Group(family, tuple(layers), places) for (family, places, _), layers in found.items()]
+
+    def base_bytes(self, moment: Moment) -> int:
+        """Return what a row has without any layer's decisions."""
+        line = self.timeline
+        live = line.asked if moment.within else line.live
+        return int(live[moment.event] + line.floor[moment.event])
+
+    def is_sure(self, moment: Moment) -> bool:
+        """Tell whether a row may serve a bound. See `_safe_unpacks`."""
+        return not moment.within or bool(self._safe[moment.event])
+
+    def bytes_at(self, effect: Effect, place: tuple[int, bool], moment: Moment) -> int:
+        """Return what a column adds to a row."""
+        k, within = place
+        if not within:
+            return int(effect.level[k])
+        if effect.crest[k] > NEVER:
+            return int(effect.crest[k])
+        return int(effect.level[k]) if self._safe[moment.event] else -4 * self.base_bytes(moment)
+
+    # ---------------------------------------------------------------- solving
+
+    def solve(
+        self,
+        budget_bytes: float | None,
+        *,
+        whole: bool = False,
+        over_price: float = 0.0,
+        near: float = 0.0,
+        time_limit: float = 10.0,
+    ) -> Mix:
+        """Mix the columns of the pools.
+
+        Args:
+            budget_bytes: what all rows must keep to; None to look for the smallest peak instead of the least time.
+            whole: whether a layer follows one column, or may follow a blend.
+            over_price: seconds for each byte above the budget.
+            near: be content with so many seconds, or bytes, above the least.
+            time_limit: in seconds.
+        """
+        program = Program()
+        unit = max(1.0, max((self.base_bytes(m) for m in self.rows), default=1) / 1e4)
+        worst = max((e.seconds for pool in self.pools for e in pool), default=0.0)
+        scale = 1e3 / max(worst, 1e-12)
+        columns: list[list[int]] = []
+        for group in self.groups:
+            pool = self.pools[group.family]
+            costs = [0.0 if budget_bytes is None else e.seconds * scale for e in pool]
+            columns.append([program.column(c, upper=float(len(group.layers)), whole=whole) for c in costs])
+        over = program.column(1.0 if budget_bytes is None else over_price * scale * unit)
+        for g, group in enumerate(self.groups):
+            program.row(dict.fromkeys(columns[g], 1.0), lower=len(group.layers), upper=len(group.layers))
+        stalls = self._add_link(program, columns, scale) if budget_bytes is not None else 0
+        for n, moment in enumerate(self.rows):
+            terms = {over: -1.0}
+            for g, group in enumerate(self.groups):
+                for c, effect in zip(columns[g], self.pools[group.family], strict=True):
+                    amount = self.bytes_at(effect, group.places[n], moment)
+                    if amount:
+                        terms[c] = amount / unit
+            free = self.tight.get(moment, 0) if whole else 0
+            program.row(terms, upper=((budget_bytes or 0.0) - self.base_bytes(moment) - free) / unit)
+        if whole and self.apart:
+            first = {group.layers[0]: g for g, group in enumerate(self.groups)}
+            for barred in self.barred:
+                program.row({columns[first[nth]][i]: 1.0 for nth, i in enumerate(barred)}, upper=len(barred) - 1.0)
+        found = program.solve(near=near / unit if budget_bytes is None else near * scale, time_limit=time_limit)
+        if not found.values:
+            return Mix([], float("inf"), [], float("inf"))
+        values = found.values
+        counts = [[(i, values[c]) for i, c in enumerate(cs) if values[c] > 1e-7] for cs in columns]
+        if whole:
+            counts = [[(i, float(round(x))) for i, x in pairs if round(x)] for pairs in counts]
+        seconds = sum(
+            self.pools[g.family][i].seconds * x for g, pairs in zip(self.groups, counts, strict=True) for i, x in pairs
+        )
+        duals = found.duals[len(self.groups) + stalls :]
+        per_byte = unit if budget_bytes is None else scale * unit
+        prices = [max(0.0, -d) / per_byte for d in duals]
+        if budget_bytes is None:
+            prices = [p * unit for p in prices]
+        bound = found.bound * unit if budget_bytes is None else found.bound / scale
+        copies = [
+            max(0.0, -d) / scale / self._link_unit for d in found.duals[len(self.groups) : len(self.groups) + stalls]
+        ]
+        return Mix(counts, values[over] * unit, prices, seconds, bound, copies)
+
+    def _add_link(self, program: Program, columns: list[list[int]], scale: float) -> int:
+        """Add a row for each direction of the link, and the time that is waited for it. Return how many rows."""
+        if self._link is None or self._traffic is None:
+            return 0
+        unit = max(1.0, self._link.out_bytes_per_second, self._link.in_bytes_per_second) * self._traffic.forward_seconds
+        for out in (True, False):
+            rate = self._link.out_bytes_per_second if out else self._link.in_bytes_per_second
+            wait = program.column(scale)
+            terms = {wait: -rate / unit}
+            for g, group in enumerate(self.groups):
+                for c, e in zip(columns[g], self.pools[group.family], strict=True):
+                    terms[c] = (e.sent_bytes - (0.0 if out else rate * e.seconds)) / unit
+            program.row(terms, upper=self._passes(out) / unit)
+        self._link_unit = unit
+        return 2
+
+    def _passes(self, out: bool) -> float:
+        """Return the bytes that pass the link beside the work."""
+        assert self._link is not None
+        assert self._traffic is not None
+        if out:
+            return self._link.out_bytes_per_second * self._traffic.forward_seconds + self._link.in_flight_bytes
+        return self._link.in_bytes_per_second * self._traffic.backward_seconds + self._link.in_flight_bytes
+
+    def bound(self, mix: Mix, budget_bytes: int | None, *, time_limit: float) -> tuple[float, int]:
+        """Price new columns at the prices of a mix. Return a bound on every plan, and how many columns were new.
+
+        With a budget the bound is of seconds; without one it is of the peak in bytes.
+        """
+        prices = [p if self.is_sure(m) else 0.0 for p, m in zip(mix.prices, self.rows, strict=True)]
+        second, sent_byte = (1.0, None) if budget_bytes is not None else (0.0, None if self._link is None else 0.0)
+        total = sum(p * (self.base_bytes(m) - (budget_bytes or 0)) for p, m in zip(prices, self.rows, strict=True))
+        if self._link is not None and mix.copies:
+            out, back = mix.copies
+            back = min(back, 1.0 / self._link.in_bytes_per_second)
+            second, sent_byte = 1.0 - self._link.in_bytes_per_second * back, out + back
+            total -= out * self._passes(out=True) + back * self._passes(out=False)
+        num_new = 0
+        for group in self.groups:
+            found = self._price(group, prices, second, sent_byte, time_limit)
+            total += found.bound * len(group.layers)
+            num_new += self.add(group.family, found.keep) is not None
+        return total, num_new
+
+    def _price(
+        self, group: Group, prices: Sequence[float], second: float, sent_byte: float | None, time_limit: float
+    ) -> Priced:
+        found: dict[int, float] = {}
+        for (k, _), p in zip(group.places, prices, strict=True):
+            if p > 0 and k >= 0:
+                found[k] = found.get(k, 0.0) + p
+        key = group.family, tuple(sorted(found.items())), second, sent_byte
+        if key not in self._prices:
+            problem = self.problems[group.family]
+            self._prices[key] = price(
+                problem,
+                key[1],
+                second=second,
+                sent_byte=sent_byte,
+                sent_limit_bytes=0 if self._link is None else self._link.in_flight_bytes,
+                time_limit=time_limit,
+            )
+        return self._prices[key]
+
+    # ---------------------------------------------------------------- where it does not fit
+
+    def crowded(self, mix: Mix, limit_bytes: float, *, most: int = 3) -> list[Moment]:
+        """Return moments at which a mix is above a limit, the worst first, at most one a layer."""
+        line = self.timeline
+        num = len(line.live)
+        change: Floats = np.zeros(num + 1)
+        bursts: list[tuple[npt.NDArray[np.int64], Floats]] = []
+        for group, pairs in zip(self.groups, mix.counts, strict=True):
+            if not pairs:
+                continue
+            share = len(group.layers)
+            pool = self.pools[group.family]
+            level = sum(pool[i].level[:-1] * (x / share) for i, x in pairs)
+            crests = sum(
+                np.where(pool[i].crest > NEVER, pool[i].crest, pool[i].level[:-1]) * (x / share) for i, x in pairs
+            )
+            seen = np.any([pool[i].crest > NEVER for i, _ in pairs], axis=0)
+            steps: Floats = np.diff(np.asarray(level), prepend=0.0)
+            above: Floats = np.asarray(crests - np.concatenate(([0.0], np.asarray(level)[:-1])))[seen]
+            for nth in group.layers:
+                change[line.places[nth]] += steps
+                bursts.append((line.places[nth][seen], above))
+        extra = np.cumsum(change[:-1]) + line.floor
+        after: Floats = line.live + extra
+        before = np.concatenate(([0.0], extra[:-1]))
+        within: Floats = np.full(num, float(NEVER))
+        for at, above in bursts:
+            within[at] = line.asked[at] + before[at] + above
+        return self.worst(after, within, limit_bytes, most)
+
+    def worst(
+        self, after: npt.NDArray[np.generic], within: npt.NDArray[np.generic], limit_bytes: float, most: int
+    ) -> list[Moment]:
+        """Return the worst moments above a limit, at most one for each layer's backward."""
+        found: list[Moment] = []
+        taken: set[int] = set()
+        merged = np.maximum(after, within)
+        over = np.flatnonzero(merged > limit_bytes + 0.5)
+        for event in sorted((int(j) for j in over), key=lambda j: -float(merged[j])):
+            layer = self._layer_at(event)
+            if layer in taken:
+                continue
+            taken.add(layer)
+            found.append(Moment(event, bool(within[event] > after[event])))
+            if len(found) == most:
+                break
+        return found
+
+    def _layer_at(self, event: int) -> int:
+        return int(np.searchsorted(self._begins, event, side="right"))
+
+
+def _safe_unpacks(line: Timeline) -> npt.NDArray[np.bool_]:
+    """Tell for which unpacks the bytes after them bound the peak, also where nothing is replayed in them.
+
+    True where an operator follows before anything is let go, and with no fewer bytes alive.
+    """
+    falls = np.zeros(len(line.live), dtype=bool)
+    for nth, places in enumerate(line.places):
+        events = line.families[line.family_of[nth]].events
+        falls[places[[k for k, e in enumerate(events) if e[0] != "die"]]] = True
+    safe = np.zeros(len(line.live), dtype=bool)
+    for j in np.flatnonzero(line.asked > NEVER):
+        k = int(j)
+        while k < len(line.live) and line.live[k] == NEVER and (k == j or not falls[k]):
+            k += 1
+        safe[j] = k < len(line.live) and (k == j or not falls[k]) and line.live[k] >= line.asked[j]
+    return safe

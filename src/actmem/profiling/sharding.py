@@ -1,0 +1,80 @@
+"""What a profile looks like with an optimizer, and on one of several ranks.
+
+NOTE [ What sharding takes ]
+FSDP2 leaves each rank its part of parameters, gradients and optimizer state. For the forward and the backward of a
+block the block's parameters are gathered, and the next block's ahead of time; those outside the blocks stay gathered
+for the whole step. A block's gradients are whole until the block is done, and are then copied, reduced and scattered.
+So each rank takes: its part of everything, the parameters outside the blocks, twice the parameters of the largest
+block, and once its gradients on top of those that are under way. The last two are what buffers can take, not what they
+always do: the peak that is predicted lies above the one that is seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from actmem.profiles import Cost, Entry, Profile
+
+__all__ = ["STEP", "sharded", "with_optimizer"]
+
+STEP = "optimizer step"
+"""What stands in the place of an operator where the optimizer's step is the peak."""
+
+
+def with_optimizer(profile: Profile, name: str, state_bytes: int, transient_bytes: int) -> Profile:
+    """Add what an optimizer keeps, and its step at the end.
+
+    >>> with_optimizer(Profile(base_bytes=10), "adamw", 20, 5).base_bytes
+    30
+    """
+    log = [_shifted(entry, state_bytes) for entry in profile.log]
+    costs = profile.costs
+    if name != "none" and log:
+        end = next(e[2] for e in reversed(log) if e[0] == "phase" and e[1] == "end")
+        log.append(("op", len(costs), end + transient_bytes))
+        costs = (*costs, Cost(STEP, 0, 0, ""))
+    return replace(
+        profile,
+        base_bytes=profile.base_bytes + state_bytes,
+        optimizer_bytes=state_bytes,
+        optimizer=name,
+        log=tuple(log),
+        costs=costs,
+    )
+
+
+def sharded(profile: Profile, num_ranks: int) -> Profile:
+    """Return the profile of one rank. See NOTE [ What sharding takes ].
+
+    >>> sharded(Profile(), 8).shard
+    8
+    """
+    if num_ranks == 1:
+        return profile
+    inside = {layer.path: layer for layer in profile.layers}
+    in_blocks = sum(layer.parameters_bytes for layer in inside.values())
+    largest = max((layer.parameters_bytes for layer in inside.values()), default=0)
+    largest_gradients = max((layer.gradients_bytes for layer in inside.values()), default=0)
+    outside = profile.parameters_bytes - in_blocks
+    held = profile.parameters_bytes + profile.optimizer_bytes
+    held += profile.gradients_bytes if profile.microbatches > 1 else 0
+    static = -(held - held // num_ranks)
+    gathered = outside + 2 * largest
+    last: dict[int, int] = {e[1]: at for at, e in enumerate(profile.log) if e[0] in ("unpack", "drop")}
+    done = {at: profile.layers[layer].gradients_bytes for layer, at in last.items()}
+    log: list[Entry] = []
+    scattered, backward, ended = 0, False, False
+    for at, entry in enumerate(profile.log):
+        if entry[0] == "phase":
+            backward, ended = entry[1] == "backward", entry[1] == "end"
+            if ended and profile.microbatches == 1:
+                scattered = -(profile.gradients_bytes - profile.gradients_bytes // num_ranks)
+        buffers = 0 if ended else gathered + (largest_gradients if backward else 0)
+        log.append(_shifted(entry, static + buffers + scattered))
+        if at in done and profile.microbatches == 1:
+            scattered -= done[at] - done[at] // num_ranks
+    return replace(profile, shard=num_ranks, base_bytes=profile.base_bytes + static, log=tuple(log))
+
+
+def _shifted(entry: Entry, shift: int) -> Entry:
+    return entry if not shift or entry[0] in ("die", "pack", "drop") else (*entry[:-1], entry[-1] + shift)

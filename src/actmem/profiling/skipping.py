@@ -1,0 +1,263 @@
+"""Tracing one block for many: equal blocks are run once, and the log of that run stands for the others.
+
+NOTE [ Equal blocks ]
+On fake tensors, the second and later of several equal blocks, called with arguments of equal shapes, would do what the
+first did. So they are not run. Their outputs, and in the backward pass the gradients of their inputs, are made from
+nothing, and when the step is over the log of the first is put where theirs would be, with its storages renamed. What
+is alive is known exactly on both sides of the gap, so it is known in it.
+
+In the fake copy of the model, equal blocks are one and the same module: the others need no copy.
+
+Equal means: same classes, parameters and plain attributes, but for numbers that count layers. A block is always run if
+something that it makes outlives it by another way than its outputs, if an output lies on an input, or if it is given
+or returns something else than tensors and plain values: then its run may change what follows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from actmem.engine.trees import put_together, take_apart
+from actmem.measuring.ledger import storages_of
+from actmem.profiles import Entry, Layer
+from actmem.profiling.chronicle import Chronicle
+from actmem.torchcompat import named_modules
+
+__all__ = ["Skipped", "Template", "expand", "identity", "signature", "skip"]
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_COUNTS_LAYERS = re.compile(r"layer|idx|index|depth")
+
+
+def identity(block: nn.Module, kind: str) -> Any:
+    """Return what is equal for blocks that do the same."""
+    found: list[Any] = [kind]
+    for path, module in named_modules(block):
+        types: Any = getattr(vars(module).get("config"), "layer_types", None)
+        index: Any = vars(module).get("layer_idx")
+        if isinstance(types, (list, tuple)) and isinstance(index, int) and 0 <= index < len(cast("list[Any]", types)):
+            found.append((path, types[index]))
+        for name, value in vars(module).items():
+            if isinstance(value, bool) or not (isinstance(value, int) and _COUNTS_LAYERS.search(name)):
+                if isinstance(value, _PLAIN):
+                    found.append((path, name, value))
+                elif isinstance(value, (tuple, list)) and all(isinstance(x, _PLAIN) for x in cast("list[Any]", value)):
+                    found.append((path, name, tuple(cast("list[Any]", value))))
+        found += [(path, n, None if b is None else (b.shape, b.dtype)) for n, b in vars(module)["_buffers"].items()]
+        found += [(path, n, p.requires_grad) for n, p in vars(module)["_parameters"].items() if p is not None]
+    return tuple(found)
+
+
+def signature(args: Any, kwargs: Any) -> Any:
+    """Return what is equal for calls with equal arguments, or None if they cannot be compared."""
+    leaves: list[Any] = []
+    spec = take_apart((args, kwargs), leaves)
+    if not all(isinstance(x, (Tensor, *_PLAIN)) for x in leaves):
+        return None
+    numbers: dict[int, int] = {}
+    seen: list[Any] = []
+    for x in leaves:
+        if isinstance(x, Tensor):
+            same = numbers.setdefault(id(x.untyped_storage()), len(numbers))
+            seen.append((x.shape, x.stride(), x.dtype, x.requires_grad, same))
+        else:
+            seen.append(x)
+    return repr(spec), repr(seen)
+
+
+class Template:
+    """A call that was run, and stands for its like."""
+
+    def __init__(
+        self, layer: int, args: Any, kwargs: Any, out: Any, alive: Iterable[int], chronicle: Chronicle
+    ) -> None:
+        """Note what a call was given and what it gave.
+
+        Args:
+            layer: number of the call.
+            args: its arguments.
+            kwargs: the same, by name.
+            out: its result.
+            alive: storages that it made and that were alive when it ended.
+            chronicle: the log.
+        """
+        self.layer = layer
+        self.inputs = _numbers(args, kwargs, chronicle)
+        leaves: list[Any] = []
+        self._spec = take_apart(out, leaves)
+        self._leaves = [_geometry(x) if isinstance(x, Tensor) else x for x in leaves]
+        self.outputs = _numbers(out, None, chronicle)
+        plain = all(isinstance(x, (Tensor, *_PLAIN)) for x in leaves)
+        self.usable = plain and set(alive) <= set(self.outputs) and not set(self.outputs) & set(self.inputs)
+
+    def outputs_like(self, given: list[Tensor], chronicle: Chronicle) -> Any:
+        """Return what a like call would return, with a history that leads back to its arguments."""
+        wanted = [x for x in self._leaves if isinstance(x, _Geometry)]
+        apply: Any = _Skip.apply  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType] # untyped
+        made = cast("Iterator[Tensor]", iter(apply(wanted, chronicle, *given) if wanted else ()))
+        return put_together(self._spec, iter([next(made) if isinstance(x, _Geometry) else x for x in self._leaves]))
+
+
+class Skipped:
+    """A call that was not run."""
+
+    def __init__(self, layer: int, template: Template, inputs: list[int], outputs: list[int]) -> None:
+        self.layer, self.template, self.inputs, self.outputs = layer, template, inputs, outputs
+
+
+def skip(layer: int, template: Template, args: Any, kwargs: Any, chronicle: Chronicle) -> tuple[Any, Skipped]:
+    """Do without a call that would do what the template did."""
+    leaves: list[Any] = []
+    take_apart((args, kwargs), leaves)
+    given = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    out = template.outputs_like(given, chronicle)
+    return out, Skipped(layer, template, _numbers(args, kwargs, chronicle), _numbers(out, None, chronicle))
+
+
+class _Geometry:
+    def __init__(self, x: Tensor) -> None:
+        self.size, self.stride, self.dtype, self.device = x.size(), x.stride(), x.dtype, x.device
+        self.requires_grad = x.requires_grad
+
+
+def _geometry(x: Tensor) -> _Geometry:
+    return _Geometry(x)
+
+
+def _made(like: _Geometry, chronicle: Chronicle) -> Tensor:
+    with chronicle.pause():
+        made = torch.empty_strided(like.size, like.stride, dtype=like.dtype, device=like.device)
+    chronicle.ledger.returned(made)
+    return made
+
+
+class _Skip(torch.autograd.Function):
+    """Stand for a block in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, wanted: list[_Geometry], chronicle: Chronicle, *given: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.given = [_geometry(x) for x in given]
+        ctx.chronicle = chronicle
+        made = tuple(_made(x, chronicle) for x in wanted)
+        ctx.mark_non_differentiable(*(t for t, x in zip(made, wanted, strict=True) if not x.requires_grad))
+        ctx.set_materialize_grads(False)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, *(_made(x, ctx.chronicle) for x in ctx.given)
+
+
+def _numbers(args: Any, kwargs: Any, chronicle: Chronicle) -> list[int]:
+    leaves: list[Any] = []
+    take_apart((args, kwargs), leaves)
+    return [chronicle.ledger.number(s) for x in leaves if isinstance(x, Tensor) for s in storages_of(x)]
+
+
+# -------------------------------------------------------------------- putting the log together
+
+
+class _NotAlikeError(Exception):
+    """The log of a template cannot stand for others."""
+
+
+def expand(
+    log: list[Entry], layers: dict[int, Layer], skipped: list[Skipped], sizes: dict[int, int]
+) -> tuple[list[Entry], dict[int, Layer]] | None:
+    """Put the template's part of the log where calls were skipped. None if that cannot be done.
+
+    Args:
+        log: what was seen.
+        layers: the calls that were run.
+        skipped: the calls that were not.
+        sizes: bytes of the numbered storages; those of the copies are added.
+    """
+    try:
+        forward = {s.template.layer: _slice(log, "enter", "leave", s.template.layer) for s in skipped}
+        backward = {s.template.layer: _slice(log, "back", "end", s.template.layer) for s in skipped}
+    except _NotAlikeError:
+        return None
+    waiting = {s.layer: s for s in skipped}
+    done: list[Entry] = []
+    every = dict(layers)
+    shift = 0
+    renamed: dict[int, dict[int, int]] = {}
+    inside = -1
+    for entry in log:
+        verb = entry[0]
+        if inside >= 0 and not (verb in ("leave", "end") and entry[1] == inside):
+            if verb != "die":
+                return None  # something ran where nothing should have
+            done.append(entry)
+            continue
+        if verb == "enter" and entry[1] in waiting:
+            s = waiting[entry[1]]
+            every[s.layer], renamed[s.layer] = _renamed(layers[s.template.layer], s, sizes)
+            part = forward[s.template.layer]
+            done.append(("enter", s.layer, entry[2] + shift))
+            done += _moved(part[1:-1], s, renamed[s.layer], entry[2] + shift - part[0][2])
+            inside = s.layer
+        elif verb == "leave" and entry[1] in waiting:
+            inside = -1
+            done.append(("leave", entry[1], entry[2] + shift))
+        elif verb == "back" and entry[1] in waiting:
+            s = waiting[entry[1]]
+            part = backward[s.template.layer]
+            done += _moved(part[1:-1], s, renamed[s.layer], entry[2] + shift - part[0][2])
+            shift += part[-1][2] - part[0][2] + entry[2]
+            inside = s.layer
+        elif verb == "end" and entry[1] in waiting:
+            inside = -1
+            shift -= entry[2]
+        elif verb not in ("back", "end"):
+            done.append(_shifted(entry, shift))
+    return done, every
+
+
+def _slice(log: list[Entry], first: str, last: str, layer: int) -> list[Entry]:
+    begin = next((i for i, e in enumerate(log) if e[0] == first and e[1] == layer), None)
+    end = next((i for i, e in enumerate(log) if e[0] == last and e[1] == layer), None)
+    if begin is None or end is None or end < begin:
+        raise _NotAlikeError
+    part = log[begin : end + 1]
+    if any(e[0] in ("pack", "unpack", "drop", "call") and e[1] != layer for e in part):
+        raise _NotAlikeError
+    if first == "back":  # nothing of this layer may be asked for elsewhere
+        outside = (*log[:begin], *log[end + 1 :])
+        if any(e[0] == "unpack" and e[1] == layer for e in outside):
+            raise _NotAlikeError
+    return part
+
+
+def _renamed(layer: Layer, s: Skipped, sizes: dict[int, int]) -> tuple[Layer, dict[int, int]]:
+    names = dict(zip(s.template.inputs, s.inputs, strict=True))
+    names |= dict(zip(s.template.outputs, s.outputs, strict=True))
+    for value in layer.values:
+        if value.kind == "made" and value.storage not in names:
+            names[value.storage] = number = len(sizes)
+            sizes[number] = sizes[value.storage]
+    values = tuple(replace(v, storage=names.get(v.storage, v.storage)) for v in layer.values)
+    return replace(layer, values=values), names
+
+
+def _moved(part: list[Entry], s: Skipped, names: dict[int, int], shift: int) -> list[Entry]:
+    moved: list[Entry] = []
+    for entry in part:
+        verb = entry[0]
+        if verb == "die":
+            moved.append(("die", names.get(entry[1], entry[1])))
+        elif verb in ("call", "pack", "unpack", "drop"):
+            moved.append(_shifted((verb, s.layer, *entry[2:]), shift))
+        elif verb not in ("back", "end"):
+            moved.append(_shifted(entry, shift))
+    return moved
+
+
+def _shifted(entry: Entry, shift: int) -> Entry:
+    return entry if not shift or entry[0] in ("die", "pack", "drop") else (*entry[:-1], entry[-1] + shift)

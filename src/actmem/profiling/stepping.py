@@ -1,0 +1,392 @@
+"""Profile one step of a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actmem.engine.calling import storages_of
+from actmem.engine.trees import tensors
+from actmem.errors import ModeError
+from actmem.profiles import Layer, Profile
+from actmem.profiling.chronicle import Chronicle
+from actmem.profiling.faking import Assuming, fake_batch, fake_copy
+from actmem.profiling.optimizing import optimizer_bytes
+from actmem.profiling.phantom import Recorded, record
+from actmem.profiling.restoring import Restored
+from actmem.profiling.sharding import sharded, with_optimizer
+from actmem.profiling.skipping import Skipped, Template, expand, identity, signature, skip
+from actmem.structure import Block, find_blocks, find_roles, fingerprint, layer_type
+from actmem.torchcompat import FakeTensorMode, named_modules
+
+__all__ = ["loss_of", "profile", "shapes_of"]
+
+
+def profile(
+    model: nn.Module,
+    example: dict[str, Any] | tuple[Any, ...],
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    fake: bool = True,
+    blocks: str | None = None,
+    scope: Sequence[str] | None = None,
+    routing: str = "balanced",
+    optimizer: str | None = "adamw",
+    optimizer_dtype: torch.dtype | None = None,
+    microbatches: int = 1,
+    shard: int = 1,
+) -> Profile:
+    """Find out what one training step of a model does, value by value.
+
+    Args:
+        model: the model, in training mode; on the meta device too, if `fake`.
+        example: a batch: a dict for `model(**example)`, or a tuple for `model(*example)`.
+        loss: a function of the output; by default `output.loss`, or the output itself if it is a scalar.
+        fake: run on tensors without bytes, which takes no memory and computes nothing. Otherwise one step is run, and
+            takes up to twice the memory of plain training.
+        blocks: where the blocks are, as for `apply`.
+        scope: the towers whose blocks are meant, as for `apply`.
+        routing: what a fake step assumes of routers: "balanced", or "worst", where the same experts get every token.
+        optimizer: the optimizer whose state and step are counted: "adamw", "adam", "sgd", or None for none.
+        optimizer_dtype: the dtype of its state, if it is not that of the parameters.
+        microbatches: how many batches a step accumulates gradients over. With more than one, they stay in between.
+        shard: over how many ranks FSDP2 divides parameters, gradients and optimizer state.
+
+    >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)])
+    >>> found = profile(model, (torch.randn(2, 8),), loss=torch.sum)
+    >>> len(found.layers), found.parameters_bytes
+    (3, 864)
+    """
+    if not model.training:
+        raise ModeError("the model is in eval mode, and a training step is profiled. Call model.train() first.")
+    if routing not in ("balanced", "worst"):
+        raise ModeError(f"routing = {routing!r} is not known. Expected 'balanced' or 'worst'.")
+    _check_count("microbatches", microbatches)
+    _check_count("shard", shard)
+    if shard == 1 and any(hasattr(p, "device_mesh") for p in model.parameters()):
+        raise ModeError(
+            "the model is sharded already (its parameters are DTensors), and one rank's part of it cannot be profiled. "
+            "Profile the model as it is before fully_shard(...), and say over how many ranks it will be: shard=N."
+        )
+    found = find_blocks(model, blocks, scope)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    facts: dict[str, Any] = {
+        "fingerprint": fingerprint(model, found),
+        "blocks": tuple(b.path for b in found),
+        "shapes": shapes_of(example),
+        "fake": fake,
+        "routing": "real",
+        "microbatches": microbatches,
+    }
+    state, transient = optimizer_bytes(
+        list(model.parameters()), optimizer, dtype=optimizer_dtype, together=device.type not in ("cpu", "meta")
+    )
+    kept_in = optimizer_dtype or next((p.dtype for p in model.parameters()), None)
+    called = "none" if optimizer is None else f"{optimizer}, {str(kept_in).removeprefix('torch.')}"
+
+    def finished(seen: Profile) -> Profile:
+        return sharded(with_optimizer(seen, called, state, transient), shard)
+
+    if not fake:
+        step = _Step(model, found, device, timed=True, accumulates=microbatches > 1)
+        with Restored(model, example):
+            step.run(example, loss)
+        seen = step.profile(**facts)
+        assert seen is not None
+        return finished(seen)
+    device = torch.device("cpu") if device.type == "meta" else device
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    example = fake_batch(example, mode, device)
+    identities = [identity(b.module, b.kind) for b in found]
+    for shares, skips in ((True, True), (False, True), (False, False)):
+        copied = fake_copy(model, mode, device, _same(found, identities) if shares else ())
+        blocks_copied = tuple(replace(b, module=copied.get_submodule(b.path)) for b in found)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mode)
+            stack.enter_context(assuming := Assuming(routing))
+            step = _Step(
+                copied,
+                blocks_copied,
+                device,
+                timed=False,
+                accumulates=microbatches > 1,
+                identities=dict(zip((b.path for b in found), identities, strict=True)) if skips else {},
+                original=model,
+            )
+            try:
+                step.run(example, loss)
+            except Exception:
+                if not step.has_skipped:
+                    raise
+                continue  # perhaps something misses what a skipped block would have left behind
+            seen = step.profile(**{**facts, "routing": routing if assuming.assumed else "none"})
+            if seen is not None:
+                return finished(seen)
+    raise AssertionError("a step without skipped blocks has a profile")
+
+
+def _same(found: Sequence[Block], identities: Sequence[Any]) -> list[tuple[nn.Module, nn.Module]]:
+    """List the pairs of equal blocks, with the first of each kind first."""
+    firsts: dict[Any, Block] = {}
+    pairs: list[tuple[nn.Module, nn.Module]] = []
+    for block, its in zip(found, identities, strict=True):
+        first = firsts.setdefault(its, block)
+        if first is not block:
+            pairs.append((first.module, block.module))
+    return pairs
+
+
+class _NotAloneError(RuntimeError):
+    """A block that stands for others would have to be run more than once."""
+
+
+class _Step:
+    """One step under way."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Sequence[Block],
+        device: torch.device,
+        *,
+        timed: bool,
+        accumulates: bool,
+        identities: dict[str, Any] | None = None,
+        original: nn.Module | None = None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            model: what is run; equal blocks may be one and the same module.
+            found: its blocks.
+            device: where it is said to be.
+            timed: whether to measure seconds.
+            accumulates: whether gradients are there from the beginning.
+            identities: path -> what is equal for blocks that do the same, if they need not all be run.
+            original: the model itself, if another one is run in its place.
+        """
+        self._model, self._found, self._device = model, found, device
+        self._original = original or model
+        self._queues: dict[int, list[Block]] = {}
+        """The blocks that a module stands for, in the order in which they are called."""
+        for block in found:
+            self._queues.setdefault(id(block.module), []).append(block)
+        self._num_calls: dict[int, int] = {}
+        self._accumulates = accumulates
+        self._chronicle = Chronicle(device, timed=timed)
+        self._blocks: list[Block] = []
+        """The block of each call."""
+        self._calls: dict[int, tuple[Any, Any, Any, int]] = {}
+        """What each call that was run made, and the bytes of its arguments."""
+        self._state = frozenset(storages_of([*model.parameters(), *model.buffers()]))
+        self._gradients = 0
+        self._templates: dict[Any, Template | None] = {}
+        self._skipped: list[Skipped] = []
+        self._identities = identities or {}
+
+    def run(self, example: Any, loss: Callable[[Any], Tensor] | None) -> None:
+        """Run forward and backward."""
+        ledger = self._chronicle.ledger
+        for p in self._model.parameters():
+            ledger.add_base(p, "parameters")
+        for b in self._model.buffers():
+            ledger.add_base(b, "buffers")
+        before = [(p, p.grad) for p in self._model.parameters()]
+        for p, _ in before:
+            p.grad = torch.zeros_like(p) if self._accumulates and p.requires_grad else None
+            if p.grad is not None:
+                ledger.add_base(p.grad, "gradients")
+        ledger.main.live_bytes += self._uncopied_bytes()
+        ledger.begin()
+        for queue in self._queues.values():
+            self._wrap(queue)
+        try:
+            with self._chronicle:
+                out: Any = self._model(**example) if isinstance(example, dict) else self._model(*example)
+                value = loss_of(out, loss)
+                self._note("phase", "backward")
+                value.backward()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
+                self._note("phase", "end")
+                del out, value
+            self._gradients = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
+        finally:
+            for block in self._found:
+                vars(block.module).pop("forward", None)
+            for p, grad in before:
+                p.grad = grad
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether a block was not run, or could not be."""
+        return bool(self._skipped) or any(len(queue) > 1 for queue in self._queues.values())
+
+    def _note(self, *entry: Any) -> None:
+        self._chronicle.note(*entry, self._chronicle.ledger.main.live_bytes)
+
+    def mark(self, verb: str, layer: int) -> None:
+        """Note that the gradient of a block's output, or of its input, is complete.
+
+        One tensor may be both, and then the block that took it ends before the block that gave it begins.
+        """
+        self._note(verb, layer)
+        log = self._chronicle.log
+        if verb == "end" and len(log) > 1 and log[-2][0] == "back":
+            log[-2:] = log[-1], log[-2]
+
+    def _uncopied_bytes(self) -> int:
+        """Return what the original takes and the copy does not, because equal blocks share a module."""
+        whole, copied = (sum(t.nbytes for t in (*m.parameters(), *m.buffers())) for m in (self._original, self._model))
+        if self._accumulates:
+            whole += sum(p.nbytes for p in self._original.parameters() if p.requires_grad)
+            copied += sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
+        return whole - copied
+
+    def _wrap(self, queue: list[Block]) -> None:
+        module, plain = queue[0].module, queue[0].module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return plain(*args, **kwargs)
+            layer, nth = len(self._blocks), self._num_calls.get(id(module), 0)
+            self._num_calls[id(module)] = nth + 1
+            block = queue[nth % len(queue)]
+            self._blocks.append(block)
+            given = next((t for t in tensors(args, kwargs) if t.requires_grad and t.grad_fn is not None), None)
+            key = self._key(block, args, kwargs) if given is not None else None
+            template = self._templates.get(key) if key is not None else None
+            self._note("enter", layer)
+            if template is not None and template.usable:
+                out, skipped = skip(layer, template, args, kwargs, self._chronicle)
+                self._skipped.append(skipped)
+            else:
+                if nth and len(queue) > 1:
+                    raise _NotAloneError
+                out = self._run_block(block, plain, layer, args, kwargs)
+                if key is not None and key not in self._templates:
+                    made = {v.storage for v in self._calls[layer][1] if v.kind == "made"}
+                    dead = {e[1] for e in self._chronicle.log if e[0] == "die"}
+                    self._templates[key] = Template(layer, args, kwargs, out, made - dead, self._chronicle)
+            self._note("leave", layer)
+            if key is not None and given is not None:
+                first = next((t for t in tensors(out) if t.requires_grad), None)
+                if first is not None:
+                    for tensor, verb in ((first, "back"), (given, "end")):
+                        tensor.register_hook(_Marker(self, verb, layer))  # pyright: ignore[reportUnknownMemberType]
+            return out
+
+        vars(module)["forward"] = forward
+
+    def _key(self, block: Block, args: Any, kwargs: Any) -> Any:
+        known = self._identities.get(block.path)
+        shapes = None if known is None else signature(args, kwargs)
+        return None if shapes is None else (known, shapes)
+
+    def _run_block(self, block: Block, plain: Any, layer: int, args: Any, kwargs: Any) -> Any:
+        inputs = list(tensors(args, kwargs))
+        recorded = Recorded(self._state, layer, self._chronicle)
+        size = sum(t.nbytes for t in inputs if not t.is_nested)
+        out = record(
+            block.module,
+            plain,
+            args,
+            kwargs,
+            recorded=recorded,
+            chronicle=self._chronicle,
+            inputs=inputs,
+            trainable=lambda: frozenset(storages_of([p for p in block.module.parameters() if p.requires_grad])),
+            device=self._device,
+        )
+        self._calls[layer] = (*recorded.finish(), size)
+        return out
+
+    def profile(self, **facts: Any) -> Profile | None:
+        """Return what was seen, as data; None if blocks were skipped that should have been run."""
+        ran = {self._blocks[n].path: self._blocks[n] for n in self._calls}
+        roles = dict(zip(ran, find_roles(self._model, list(ran.values())), strict=True))
+        layers: dict[int, Layer] = {}
+        kinds: dict[Any, int] = {}
+        for number, (calls, values, handles, size) in self._calls.items():
+            block = self._blocks[number]
+            did = tuple((c.op, c.module, c.makes) for c in calls)
+            key = did, tuple((v.num_bytes, v.call, v.kind, v.why, v.reads, v.writes) for v in values), handles
+            layers[number] = Layer(
+                path=block.path,
+                kind=kinds.setdefault(key, len(kinds)),
+                layer_type=layer_type(block.module),
+                modules=tuple(name for name, _ in named_modules(block.module)),
+                roles=roles[block.path],
+                calls=calls,
+                values=values,
+                handles=handles,
+                inputs_bytes=size,
+                parameters_bytes=sum(p.nbytes for p in block.module.parameters()),
+                gradients_bytes=sum(p.nbytes for p in block.module.parameters() if p.requires_grad),
+            )
+        ledger = self._chronicle.ledger
+        sizes = dict(ledger.sizes)
+        expanded = expand(self._chronicle.log, layers, self._skipped, sizes)
+        if expanded is None:
+            return None
+        log, layers = expanded
+        for s in self._skipped:
+            layers[s.layer] = replace(layers[s.layer], path=self._blocks[s.layer].path)
+        skipped = [p for s in self._skipped for p in self._blocks[s.layer].module.parameters() if p.requires_grad]
+        shared = len(self._queues) < len(self._found)
+        gradients = self._gradients + (sum(p.nbytes for p in skipped) if shared or not self._accumulates else 0)
+        parameters = sum(p.nbytes for p in self._original.parameters())
+        buffers = sum(b.nbytes for b in self._original.buffers())
+        return Profile(
+            parameters_bytes=parameters,
+            buffers_bytes=buffers,
+            gradients_bytes=gradients,
+            base_bytes=parameters + buffers + (gradients if self._accumulates else 0),
+            costs=tuple(self._chronicle.costs),
+            layers=tuple(layers[i] for i in range(len(layers))),
+            log=tuple(log),
+            storages=sizes,
+            **facts,
+        )
+
+
+class _Marker:
+    """Note in the log that a gradient is complete."""
+
+    def __init__(self, step: _Step, verb: str, layer: int) -> None:
+        self._step, self._verb, self._layer = step, verb, layer
+
+    def __call__(self, _: Tensor) -> None:
+        self._step.mark(self._verb, self._layer)
+
+
+def loss_of(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+    """Return the loss of a model's output."""
+    if loss is not None:
+        return loss(out)
+    value = getattr(out, "loss", None)
+    if value is None and isinstance(out, Tensor) and out.dim() == 0:
+        value = out
+    if value is None:
+        raise ModeError(
+            f"the model returned {type(out).__name__}, which is neither a scalar nor has a .loss. Pass loss=, a "
+            "function of the output, such as "
+            "loss=lambda out: out.float().pow(2).mean()."
+        )
+    return value
+
+
+def _check_count(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise ModeError(f"{name} = {value!r} is not permitted. Expected an int of 1 or more.")
+
+
+def shapes_of(batch: Any) -> tuple[str, ...]:
+    """Describe the tensors of a batch."""
+    named: Any = batch.items() if hasattr(batch, "items") else enumerate(batch)
+    return tuple(
+        f"{name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in named if isinstance(x, Tensor)
+    )
