@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import actmem
 from actmem.demo import LlamaLike, Size
@@ -112,3 +113,101 @@ def quantised(dim: int, num_layers: int, num_weights: int, form: str) -> Quantis
     model = Quantised(dim, num_layers, num_weights)
     FORMS[form](model)
     return model
+
+
+# ---------------------------------------------------------------- images
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions with batch norms, and a way around them."""
+
+    def __init__(self, channels_in: int, channels: int) -> None:
+        super().__init__()
+        stride = 1 if channels_in == channels else 2
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+        self.around = nn.Conv2d(channels_in, channels, 1, stride, bias=False) if stride == 2 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a map of half the size if there are more channels, else of the same."""
+        h = functional.relu(self.norm1(self.conv1(x)))
+        return functional.relu(self.norm2(self.conv2(h)) + self.around(x))
+
+
+class ResNetLike(nn.Module):
+    """A residual network with seeded weights. Called with images and classes it returns the loss."""
+
+    def __init__(self, width: int, num_stages: int = 3, num_blocks: int = 3) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+            widths = [width << stage for stage in range(num_stages) for _ in range(num_blocks)]
+            pairs = zip([width, *widths], widths, strict=False)
+            self.blocks = nn.ModuleList([ResidualBlock(before, after) for before, after in pairs])
+            self.head = nn.Linear(widths[-1], 10)
+
+    def forward(self, images: Tensor, classes: Tensor) -> Tensor:
+        """Return the cross-entropy."""
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x.mean((2, 3))), classes)
+
+
+def _twice(channels_in: int, channels: int) -> nn.Sequential:
+    first, second = nn.Conv2d(channels_in, channels, 3, 1, 1), nn.Conv2d(channels, channels, 3, 1, 1)
+    return nn.Sequential(first, nn.GroupNorm(4, channels), nn.SiLU(), second, nn.GroupNorm(4, channels), nn.SiLU())
+
+
+class Down(nn.Module):
+    """Two convolutions, and half the size."""
+
+    def __init__(self, channels_in: int, channels: int) -> None:
+        super().__init__()
+        self.both = _twice(channels_in, channels)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the smaller map, and the map that goes across."""
+        across = self.both(x)
+        return functional.avg_pool2d(across, 2), across
+
+
+class Up(nn.Module):
+    """Double the size, then two convolutions over what came up and what came across."""
+
+    def __init__(self, channels_in: int, channels: int) -> None:
+        super().__init__()
+        self.larger = nn.ConvTranspose2d(channels_in, channels, 2, 2)
+        self.both = _twice(2 * channels, channels)
+
+    def forward(self, x: Tensor, across: Tensor) -> Tensor:
+        """Return a map of the size of what came across."""
+        return self.both(torch.cat([self.larger(x), across], 1))
+
+
+class UNetLike(nn.Module):
+    """A U-Net with seeded weights. Called with images and targets it returns the loss."""
+
+    def __init__(self, width: int, depth: int = 3) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            widths = [width << level for level in range(depth)]
+            self.down = nn.ModuleList([Down(a, b) for a, b in zip([3, *widths], widths, strict=False)])
+            self.middle = _twice(widths[-1], 2 * widths[-1])
+            self.up = nn.ModuleList([Up(2 * w, w) for w in reversed(widths)])
+            self.head = nn.Conv2d(width, 3, 1)
+
+    def forward(self, images: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean square error."""
+        x, across = images, []
+        for block in self.down:
+            x, kept = block(x)
+            across.append(kept)
+        x = self.middle(x)
+        for block in self.up:
+            x = block(x, across.pop())
+        return functional.mse_loss(self.head(x), targets)

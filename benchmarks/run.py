@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import compile as compiling
-from benchmarks import memory, offload, offload_simulated, overhead, targets
+from benchmarks import memory, offload, offload_simulated, overhead, plan, targets
 from benchmarks.outcome import RESULTS, Outcome
 from benchmarks.table import DOCUMENT, update
 
@@ -20,6 +20,7 @@ BENCHMARKS: dict[str, Callable[[], Outcome]] = {
     "compile": compiling.run,
     "offload": offload.run,
     "offload_simulated": offload_simulated.run,
+    "plan": plan.run,
 }
 PAGES: dict[str, Callable[[Path], None]] = {"targets": targets.update, "compile": compiling.update}
 """What writes the tables of a benchmark that has a page of its own, from the folder of the results."""

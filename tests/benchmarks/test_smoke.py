@@ -15,7 +15,7 @@ import actmem
 from actmem import demo
 from actmem.offloading.disk import DiskStore
 from benchmarks import compile as compiling
-from benchmarks import disk_ways, memory, offload, offload_simulated, overhead, run, targets
+from benchmarks import disk_ways, memory, offload, offload_simulated, overhead, plan, run, targets
 from benchmarks.models import FORMS, llama, quantised, train_step
 from benchmarks.outcome import RESULTS, Bound, Outcome
 from benchmarks.table import BEGIN, DOCUMENT, END, update
@@ -160,6 +160,60 @@ def test_offload_simulated_adds_up_to_the_seconds_that_its_copies_and_kernels_ta
             assert 1 <= figures["step_over_compute"] < in_line
             assert figures["peak_tensors"] == 8, "the last four on their way out, and the first four on their way back"
     assert len(outcome.exact) == 24
+
+
+PLANNED = plan.Scale(dim=32, ffn=64, batch=1, length=32, vocab=64, num_layers=(2,), width=8, side=16)
+
+
+@pytest.mark.parametrize("name", ["Llama-like, 2 layers", pytest.param("MoE", marks=pytest.mark.slow)])
+def test_plans_keep_their_budget_to_the_byte_and_replay_less_than_torch(name: str) -> None:
+    outcome = plan.run(PLANNED, num_budgets=3, num_repetitions=1, fractions=(), large=(), more_layers=(), only=(name,))
+    assert not [bound for bound in outcome.bounds if not bound.kept and "time / torch's" not in bound.name]
+    assert sum(bound.exact for bound in outcome.bounds) == 7
+    rows = [outcome.exact[f"{name}, budget {nth} of 2"] for nth in range(3)]
+    assert all(row["predicted_bytes"] == row["peak_bytes"] <= row["budget_bytes"] for row in rows)
+    assert all(row["bitwise"] for row in rows)
+    assert rows[0]["replayed_flops"] > rows[1]["replayed_flops"] >= rows[2]["replayed_flops"] == 0
+    assert rows[2]["predicted_time"] == rows[2]["best_mode_time"] == 1 and rows[2]["gap"] == 0
+
+
+@pytest.mark.slow
+def test_less_budget_is_a_higher_peak_under_the_compiler_and_not_under_a_plan() -> None:
+    outcome = Outcome("plan", {})
+    plan._compiler(outcome, plan.cases(PLANNED)[0], (0.0, 1.0))
+    compiled = outcome.exact["Llama-like, 2 layers: the compiler's budget, all"]
+    assert compiled["less_budget_and_a_higher_peak"] == 1 and compiled["worst_rise"] > 1
+    fitted = outcome.exact["Llama-like, 2 layers: fitted, all"]
+    assert fitted == {"less_budget_and_a_higher_peak": 0, "worst_rise": 1.0}
+
+
+def test_the_peer_of_plans_saves_every_second_product_of_a_block() -> None:
+    language, images = plan.cases(PLANNED)[0], plan.cases(PLANNED)[-2]
+    known = demo.Size(dim=32, num_layers=2, ffn=64, vocab=64, batch=1, length=32)
+    model = llama(known, "torch selective")
+    for _ in range(2):
+        train_step(model, known.tokens())
+    theirs = actmem.measure(lambda: train_step(model, known.tokens()))
+    assert plan._measured(language, "torch selective").replayed_flops == theirs.replayed_flops > 0
+    second_convolutions = 9 * 2 * 4 * 8 * 8 * (8 * 8 * 3 * 3)  # nine blocks, four images of 8 x 8, eight channels
+    assert plan._measured(images, "torch selective").replayed_flops == second_convolutions
+
+
+def test_a_large_model_is_planned_between_the_smallest_and_the_plain_peak() -> None:
+    figures = plan.planned(plan.Large("llama-3.1-8b", 64, num_layers=8))
+    assert figures["layers"] == 8 and 1 < figures["predicted_time"] < 1.1 and figures["gap"] <= 0.005
+    assert 0 < figures["solver_s"] < figures["total_s"] and figures["profile_s"] < figures["total_s"]
+
+
+@pytest.mark.slow
+def test_planning_is_timed_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "NUM_ATTEMPTS", 1)
+    few, many = (plan.Large("llama-3.1-8b", 64, num_layers=num) for num in (2, 4))
+    outcome = Outcome("plan", {})
+    plan._fast(outcome, few)
+    plan._layers(outcome, (few, many))
+    assert [bound.limit for bound in outcome.bounds] == [10, 1, 2, 0.005, 1.2]
+    assert not any(bound.exact for bound in outcome.bounds)
 
 
 def test_the_committed_tables_of_targets_are_those_of_the_committed_results(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import actmem
-from actmem import Applied, Full, Rule, Rules, Selective, Targets, ops
+from actmem import Applied, Budget, Full, Rule, Rules, Selective, Targets, ops
 from actmem.modes import Mode
 from actmem.plan import TARGETS
 from tests.zoo import ZOO
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("modes.md", "tuning.md")
+PAGES = ("modes.md", "tuning.md", "budgets.md")
 # What the examples call the user's models.
 MODELS = {
     "model": "qwen3",
@@ -51,7 +51,8 @@ def test_an_example_runs_and_what_it_applies_trains(
     given: dict[str, Any] = {"actmem": actmem, "torch": torch, "folder": str(tmp_path)}
     for name, case in MODELS.items():
         if re.search(rf"\b{name}\b", code):
-            given |= {name: ZOO[case].build(), "train_step": stepper(case)}
+            built = ZOO[case].build()
+            given |= {name: built, "train_step": stepper(case), "batch": ZOO[case].batch(built)}
     exec(compile("\n" * (line - 1) + code, str(DOCS / page), "exec"), given)
     applied = given.get("applied")
     if not isinstance(applied, Applied):
@@ -70,7 +71,7 @@ def test_an_example_runs_and_what_it_applies_trains(
 
 def test_the_page_of_modes_names_every_mode_group_target_and_option() -> None:
     text = (DOCS / "modes.md").read_text()
-    options = {field.name for kind in (Rule, Rules, Full, Selective, Targets) for field in fields(kind)}
+    options = {field.name for kind in (Rule, Rules, Full, Selective, Targets, Budget) for field in fields(kind)}
     wanted = {*ops.GROUPS, *TARGETS, *options} - {"_", "names", "listed"}  # these are written without their names
     assert [name for name in sorted(wanted) if f"`{name}`" not in text and f"{name}=" not in text] == []
     assert [mode.__name__ for mode in get_args(Mode) if f"`{mode.__name__}(" not in text] == []

@@ -263,7 +263,7 @@ UNREADABLE = {
     "true_version.json": changed(version=True),
     "list.json": "[1, 2]",
     "config.json": '{"hidden_size": 64, "num_layers": 2}',
-    "unknown_key.json": changed(predicted={"peak_bytes": 1}),
+    "unknown_key.json": changed(forecast={"peak_bytes": 1}),
     "unknown_rule_key.json": changed(rules=[{"decision": "save", "layer": "0"}, {"decision": "save"}]),
     "no_decision.json": changed(rules=[{"layers": "0"}, {"decision": "save"}]),
     "no_blocks.json": changed(blocks=None),

@@ -29,7 +29,10 @@ from actmem.engine.trees import tensors
 from actmem.engine.values import KEPT, UNCHECKED, Boxed, Value, copied, flat, without_bits
 from actmem.torchcompat import alias, alias_in_handler, counting_versions, outer_hooks
 
-__all__ = ["Holdings", "storage_of"]
+__all__ = ["UNLIMITED", "Holdings", "storage_of"]
+
+UNLIMITED = 1 << 62
+"""What may be reserved under an exact plan, which has weighed it."""
 
 _ref = weakref.ref
 

@@ -34,7 +34,7 @@ from actmem.engine.checksum import checksum, has_bytes
 from actmem.engine.coverage import Coverage
 from actmem.engine.cutting import Cut
 from actmem.engine.deciding import Verdicts
-from actmem.engine.holding import Holdings, preserve, storage_of
+from actmem.engine.holding import UNLIMITED, Holdings, preserve, storage_of
 from actmem.engine.observing import Observation
 from actmem.engine.operators import DESCRIBED, Operator, describe
 from actmem.engine.tracing import Tracer
@@ -129,8 +129,11 @@ class Tape(Holdings, TorchDispatchMode):
         self._away = away
         """Takes what the plan offloads when the forward is over."""
         self._cut = cut
+        self._exact = exact
         self._free = KEPT if exact else ("offload",)
         """Why a value may be kept without weighing its bytes. See NOTE [ Barriers ]."""
+        if exact:
+            self._budget = UNLIMITED
         self._index = 0
         self._dtype = torch.get_default_dtype()
         self._numbered = cut is not None or observation is not None
@@ -261,7 +264,8 @@ class Tape(Holdings, TorchDispatchMode):
         unread = operator.unread(args, kwargs)
         for write in writes:
             write.old = self._lookup(write.tensor)
-            write.fate = forbidden or keep or ("external" if write.where in unread else write.inherited())
+            given = (keep or forbidden) if self._exact else (forbidden or keep)
+            write.fate = given or ("external" if write.where in unread else write.inherited())
         replayable = forbidden is None and not keep
         coverage = writes[0].coverage() if replayable and len(writes) == 1 else None
         node = None
@@ -282,7 +286,8 @@ class Tape(Holdings, TorchDispatchMode):
         if forbidden == "uninitialised" and isinstance(out, Tensor) and not writes:
             self._record_uninitialised(operator, args, kwargs, out)
         else:
-            self._record_outputs(operator, node, out, forbidden or keep, made)
+            why = (keep or forbidden) if self._exact else (forbidden or keep)
+            self._record_outputs(operator, node, out, why or "", made)
         if again and node is not None and (value := self._lookup(out)) is not None:
             value.debts = barriers.ACROSS
         return out

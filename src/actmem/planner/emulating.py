@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from actmem.engine.barriers import TRIFLE_BYTES
+from actmem.engine.holding import UNLIMITED
 from actmem.engine.operators import UNINITIALISED
 from actmem.engine.values import KEPT
 from actmem.profiles import Layer
@@ -90,7 +91,7 @@ class Emulated:
         self._saved: set[int] = set()
         self._open = [False] * len(layer.handles)
         self._reserved: list[int] = []
-        self._budget = layer.inputs_bytes
+        self._budget = UNLIMITED if exact else layer.inputs_bytes
         self._node_refs = [0] * len(layer.calls)
         self._reads: dict[int, tuple[int, ...]] = {}
         self.sent_bytes = 0
@@ -115,7 +116,7 @@ class Emulated:
         recorded: list[int] = []
         for v in made:
             value = layer.values[v]
-            if forced or (value.why is None and keep):
+            if forced or (keep and (value.why is None or self._exact)):
                 self.why[v] = keep
             elif value.why is None and value.writes in value.reads and not self.node[value.writes]:
                 self.why[v] = self.why[value.writes] or "external"  # what it was written on cannot be made again

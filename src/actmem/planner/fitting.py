@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from actmem.planner.costing import cost_seconds, step_seconds
 from actmem.planner.deciding import decisions
 from actmem.planner.following import follow
 from actmem.planner.refusing import refusal
-from actmem.planner.simulating import simulate
+from actmem.planner.simulating import Simulated, simulate
 from actmem.planner.solve import Keeps, Link, Solution, really_kept, solve
 from actmem.planner.writing import ANY, loosened, write_rules
 from actmem.profiles import Profile
@@ -140,19 +141,33 @@ def fit_profile(
         headroom: what was taken off the budget, to be written down.
         time_limit: seconds for the solver.
     """
-    chief = max(profiles, key=lambda p: simulate(p, _everything(p), exact=True).peak_bytes)
+    chief = profiles[0]
+    if len(profiles) > 1:
+        chief = max(profiles, key=lambda p: simulate(p, _everything(p), exact=True).peak_bytes)
     seconds = cost_seconds(chief, known)
     whole = step_seconds(chief, seconds)
     where = _offload(offload, known, budget_bytes)
+    link = None if where is None else _link(where, known)
+    few = len(chief.layers) <= _FEW_LAYERS
     solution = solve(
         chief,
         seconds,
         budget_bytes,
         step_seconds=whole,
-        offload=None if where is None else _link(where, known),
-        candidates=_named(chief),
+        offload=link,
+        candidates=_named(chief) if few else (),
         time_limit=time_limit,
     )
+    if not few and (not solution.feasible or solution.gap > _NEAR):
+        solution = solve(
+            chief,
+            seconds,
+            budget_bytes,
+            step_seconds=whole,
+            offload=link,
+            candidates=_named(chief),
+            time_limit=time_limit,
+        )
     if not solution.feasible:
         raise BudgetError(refusal(chief, solution, budget_bytes, offloaded=where is not None, headroom=headroom))
     keeps = _one_for_each_block(chief, solution.keeps)
@@ -166,10 +181,17 @@ def fit_profile(
         f"fit(budget={budget_bytes})",
         where if sends else None,
         exact=True,
-        predicted=_predicted(chief, solution, budget_bytes, known, whole, headroom),
     )
-    _check(plan, chief, keeps, profiles, budget_bytes)
-    return plan
+    _check_rules(plan, chief, keeps)
+    followed = [follow(p, plan) for p in profiles]
+    _check_peaks(profiles, followed, chief, budget_bytes)
+    found = followed[profiles.index(chief)]
+    return replace(plan, predicted=_predicted(chief, solution, found, budget_bytes, known, whole, headroom))
+
+
+_FEW_LAYERS = 48
+"""Up to so many layers the named modes are looked at first; with more, only where the solver leaves a gap."""
+_NEAR = 5e-4
 
 
 def _everything(p: Profile) -> Keeps:
@@ -220,13 +242,20 @@ def _one_for_each_block(p: Profile, keeps: Keeps) -> Keeps:
     return [found[layer.path] for layer in p.layers]
 
 
-def _predicted(p: Profile, s: Solution, budget_bytes: int, known: Device, whole: float, headroom: float) -> Predicted:
-    simulated = simulate(p, s.keeps, exact=True)
-    layer = simulated.peak_layer
+def _predicted(
+    p: Profile,
+    s: Solution,
+    found: Simulated,
+    budget_bytes: int,
+    known: Device,
+    whole: float,
+    headroom: float,
+) -> Predicted:
+    layer = found.peak_layer
     where = f" in {p.layers[layer].path}" if layer >= 0 else ""
     extra = s.replay_seconds + s.stall_seconds
     return Predicted(
-        peak_bytes=s.peak_bytes,
+        peak_bytes=found.peak_bytes,
         budget_bytes=budget_bytes,
         step_time_ratio=1 + extra / whole if whole else 1.0,
         replayed_flops=s.replayed_flops,
@@ -235,7 +264,7 @@ def _predicted(p: Profile, s: Solution, budget_bytes: int, known: Device, whole:
         device=known.name,
         optimizer=p.optimizer,
         shapes=p.shapes,
-        peak_at=f"{simulated.peak_op}{where}",
+        peak_at=f"{found.peak_op}{where}",
         headroom=headroom,
         microbatches=p.microbatches,
         shard=p.shard,
@@ -243,16 +272,20 @@ def _predicted(p: Profile, s: Solution, budget_bytes: int, known: Device, whole:
     )
 
 
-def _check(plan: Plan, chief: Profile, keeps: Keeps, profiles: Sequence[Profile], budget_bytes: int) -> None:
-    """Make sure that the rules say what was decided, and that every batch fits."""
+def _check_rules(plan: Plan, chief: Profile, keeps: Keeps) -> None:
+    """Make sure that the rules say what was decided."""
     for layer, wanted, said in zip(chief.layers, keeps, decisions(chief, plan), strict=True):
         differ = [c for c, call in enumerate(layer.calls) if call.makes and wanted[c] not in (said[c], ANY)]
         if differ and not all(layer.values[v].why for c in differ for v in layer.calls[c].makes):
             raise AssertionError(f"the rules of {layer.path} do not say what was planned. Please report this.")
-    for p in profiles:
-        peak = follow(p, plan).peak_bytes
-        if peak > budget_bytes:
+
+
+def _check_peaks(profiles: Sequence[Profile], followed: Sequence[Simulated], chief: Profile, budget_bytes: int) -> None:
+    """Make sure that every batch fits."""
+    for p, found in zip(profiles, followed, strict=True):
+        if found.peak_bytes > budget_bytes:
             raise BudgetError(
-                f"the plan that fits {', '.join(chief.shapes)} takes {peak} bytes for {', '.join(p.shapes)}, more than "
-                f"the {budget_bytes} allowed. Plan for each by itself: actmem.fit(model, batch, budget=...)."
+                f"the plan that fits {', '.join(chief.shapes)} takes {found.peak_bytes} bytes for "
+                f"{', '.join(p.shapes)}, more than the {budget_bytes} allowed. Plan for each by itself: "
+                "actmem.fit(model, batch, budget=...)."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,22 +34,25 @@ class Guard:
         """Refuse a batch that would break the budget."""
         if self._resting or not model.training or not torch.is_grad_enabled():
             return
-        batch: Any = kwargs if not args else args if not kwargs else {**dict(enumerate(args)), **kwargs}
+        names = _names(model)
+        batch = {**{names[i] if i < len(names) else str(i): x for i, x in enumerate(args)}, **kwargs}
         shapes = shapes_of(batch)
         if shapes in self._accepted:
             return
-        if not _exceeds([_sizes(s) for s in shapes], self._planned):
+        planned = [(names[int(n)] if n.isdigit() and int(n) < len(names) else n, dims) for n, dims in self._planned]
+        if not _exceeds([_sizes(s) for s in shapes], planned):
             self._accepted.add(shapes)
             return
         predicted = self._plan.predicted
         assert predicted is not None
-        peak = self._peak(model, args if not kwargs else kwargs if not args else None)
+        peak = self._peak(model, args if not kwargs else None if len(args) > len(names) else batch)
         if peak is not None and peak <= predicted.budget_bytes:
             self._accepted.add(shapes)
             return
         would = "its peak cannot be predicted" if peak is None else f"its predicted peak is {size(peak)}"
         raise BudgetError(
-            f"a batch of {', '.join(shapes)} is larger than the plan was made for ({', '.join(predicted.shapes)}), and "
+            f"a batch of {', '.join(shapes if kwargs else shapes_of(args))} is larger than the plan was made for "
+            f"({', '.join(predicted.shapes)}), and "
             f"{would}, with a budget of {size(predicted.budget_bytes)}. Plan for both: "
             "actmem.fit(model, examples=[short, long], budget=...)."
         )
@@ -77,6 +81,12 @@ class Guard:
             return None
         finally:
             self._resting = False
+
+
+def _names(model: nn.Module) -> list[str]:
+    """Return what the positional arguments of a model are called."""
+    found = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _sizes(shape: str) -> tuple[str, tuple[int, ...]]:

@@ -329,13 +329,16 @@ def _safe_unpacks(line: Timeline) -> npt.NDArray[np.bool_]:
     True where an operator follows before anything is let go, and with no fewer bytes alive.
     """
     falls = np.zeros(len(line.live), dtype=bool)
-    for nth, places in enumerate(line.places):
-        events = line.families[line.family_of[nth]].events
-        falls[places[[k for k, e in enumerate(events) if e[0] != "die"]]] = True
+    for family in line.families:
+        own = [k for k, e in enumerate(family.events) if e[0] != "die"]
+        for nth in family.layers:
+            falls[line.places[nth][own]] = True
     safe = np.zeros(len(line.live), dtype=bool)
-    for j in np.flatnonzero(line.asked > NEVER):
-        k = int(j)
-        while k < len(line.live) and line.live[k] == NEVER and (k == j or not falls[k]):
-            k += 1
-        safe[j] = k < len(line.live) and (k == j or not falls[k]) and line.live[k] >= line.asked[j]
+    unpacks = np.flatnonzero(line.asked > NEVER)
+    safe[unpacks] = line.live[unpacks] >= line.asked[unpacks]
+    silent = unpacks[line.live[unpacks] == NEVER]
+    stops = np.flatnonzero(falls | (line.live > NEVER))
+    at = np.searchsorted(stops, silent, side="right")
+    silent, ends = silent[at < len(stops)], stops[at[at < len(stops)]]
+    safe[silent] = ~falls[ends] & (line.live[ends] >= line.asked[silent])
     return safe

@@ -3,7 +3,8 @@
 NOTE [ The search ]
 1. Blend: rows and columns are added to the master program until nothing helps any more. That gives the bound, and
    good columns.
-2. Place: a column for each layer, along the chain (NOTE [ Placing ]), or by the master program in whole numbers.
+2. Place: a column for each layer, by the master program in whole numbers, whose cost does not grow with the number of
+   equal layers; where that is not near the bound, along the chain (NOTE [ Placing ]).
 3. Improve: columns that differ in one unit from those in use are added, and the layers are placed again.
 4. Join: few layers are also put into one program, whose bound is closer.
 Where there are only a few sets of decisions at all, each is a column from the start, and the result is the optimum.
@@ -96,10 +97,11 @@ class Search:
         self._seed(candidates)
         if self._traffic is not None:
             self._seed_alone(candidates)
-        self._blend(budget_bytes)
+        may_fit = self._blend(budget_bytes)
         if self._traffic is not None:
-            self._blend(budget_bytes - self._in_flight_bytes)
-        self._settle()
+            may_fit = self._blend(budget_bytes - self._in_flight_bytes)
+        if may_fit:
+            self._settle()
         if self._best is None:
             found, self.least_peak_bytes = self._find_smallest()
             if self.peak(found) > budget_bytes:
@@ -151,16 +153,19 @@ class Search:
         layer = self._line.families[family].layer
         return any(layer.values[v].why is None for v in layer.calls[call].makes)
 
-    def _blend(self, limit: int) -> None:
-        """Find the best blend of columns within a limit, which gives the bound."""
+    def _blend(self, limit: int) -> bool:
+        """Find the best blend of columns within a limit, which gives the bound. Return whether one was found."""
+        if limit < self._line.floor_peak_bytes:
+            return False
         step = self._step
         worst = [max((e.seconds for e in pool), default=0.0) for pool in step.pools]
         over_price = 1e4 * (sum(worst[f] for f in self._line.family_of) or 1.0) / max(1, self._budget)
+        all_again = 1.001 * sum(sum(self._line.families[f].seconds) for f in self._line.family_of)
         began = time.perf_counter()
         for _ in range(500):
             mix = step.solve(limit, over_price=over_price, time_limit=self._left())
             if not mix.counts:
-                return
+                return False
             slow = time.perf_counter() - began > _PATIENCE and self.bound_seconds > 0
             rows = step.crowded(mix, limit + mix.over_bytes)
             if not slow and step.add_rows(rows):
@@ -168,9 +173,12 @@ class Search:
             bound, num_new = step.bound(mix, self._budget, time_limit=self._left())
             self.bound_seconds = max(self.bound_seconds, bound)
             self._sent_byte = sum(mix.copies)
+            if self._traffic is None and bound > all_again:
+                return False
             close = mix.over_bytes <= 0.5 and mix.seconds - bound <= 0.1 * _NEAR * self._step_seconds
             if not num_new or slow or (close and self._traffic is None) or self._left() <= 0:
-                return
+                return mix.over_bytes <= 0.5
+        return False
 
     def _settle(self) -> None:
         """Find a column for each layer: by a mix in whole numbers, whose cost does not grow with equal layers.

@@ -7,8 +7,10 @@ drop, the death of a storage. Between two events only the largest number of byte
 after each of its own events depends on its own decisions alone (`Effect`), and the total is their sum. Layers whose own
 events come in the same order are one *family*: an effect is worked out once and used for all of them.
 
-Storages that several layers hold, such as rotary tables or a block's output that is the next block's input, are counted
-apart, once, while any of them is held. `Timeline.peak` is exact: the same number as `simulate` finds.
+Storages that several layers may hold, such as rotary tables, are counted apart, once, while any of them is held. So are
+those that a layer did not make and holds whatever is decided. A block's output is mostly not shared: the block that
+made it has no use for it any more, so it belongs to the next one alone, which reads it. `Timeline.peak` is exact: the
+same number as `simulate` finds.
 
 For a bound those unions are no sums. There a shared storage counts while a layer holds it whatever is decided
 (`floor`), and beyond that only for the layer that made it. That is never too much.
@@ -138,40 +140,39 @@ class Timeline:
         self._having = having
         owned: list[list[int]] = [[] for _ in self.profile.layers]
         events: list[list[tuple[str, int]]] = [[] for _ in self.profile.layers]
-        live: list[int] = []
+        tops: list[int] = []
         asked: list[int] = []
         entries: list[int] = []
         names: dict[tuple[str, int], tuple[str, int]] = {}  # one object for equal events of all layers
         self._death: dict[int, int] = {}
-        self.base_peak_bytes = -1
-        """The peak before the first event."""
+        top = -1
         for at, entry in enumerate(self.profile.log):
             verb = entry[0]
             if verb == "op":
-                if live:
-                    live[-1] = max(live[-1], entry[-1])
-                else:
-                    self.base_peak_bytes = max(self.base_peak_bytes, entry[-1])
+                top = max(top, entry[-1])
                 continue
             if verb == "die":
-                layers = having.get(entry[1], ())
-                if not layers:
+                layers = having.get(entry[1])
+                if layers is None:
                     continue
-                self._death[entry[1]] = len(live)
+                self._death[entry[1]] = len(entries)
                 for nth in layers:
-                    owned[nth].append(len(live))
+                    owned[nth].append(len(entries))
                     event = verb, self._first_value[nth][entry[1]]
                     events[nth].append(names.setdefault(event, event))
             elif verb in _OF_A_LAYER:
                 of: int = entry[1]
-                owned[of].append(len(live))
+                owned[of].append(len(entries))
                 event = verb, 0 if verb == "leave" else entry[2]
                 events[of].append(names.setdefault(event, event))
             else:
                 continue
-            live.append(entry[4] if verb == "call" else NEVER)
-            asked.append(entry[3] if verb == "unpack" else NEVER)
+            tops.append(top)
             entries.append(at)
+            asked.append(entry[3] if verb == "unpack" else NEVER)
+            top = entry[4] if verb == "call" else NEVER
+        self.base_peak_bytes, *live = [*tops, top]
+        """The peak before the first event."""
         self.live: Ints = np.array(live, dtype=np.int64)
         """For each event, the most bytes that the program keeps alive until the next one."""
         self.asked: Ints = np.array(asked, dtype=np.int64)
@@ -188,17 +189,19 @@ class Timeline:
         for nth, layer in enumerate(self.profile.layers):
             opened: dict[int, int] = {}
             closed: dict[int, int] = {}
-            for j, (verb, index) in zip(self.places[nth], self._events[nth], strict=True):
-                if verb == "pack":
-                    opened[index] = int(j)
-                elif verb == "drop":
-                    closed[index] = int(j)
-            for handle, v in enumerate(layer.handles):
-                value = layer.values[v]
-                if value.kind != "made" and value.storage in self._sizes and value.overwritten < 0 and handle in opened:
-                    outside.add(value.storage)
-                    interval = opened[handle], closed.get(handle, len(self.live))
-                    self._sure.setdefault(value.storage, []).append(interval)
+            values = {
+                handle: layer.values[v] for handle, v in enumerate(layer.handles) if layer.values[v].kind != "made"
+            }
+            sure = {h: v.storage for h, v in values.items() if v.storage in self._sizes and v.overwritten < 0}
+            for k, (verb, index) in enumerate(self._events[nth]):
+                if verb == "pack" and index in sure:
+                    opened[index] = int(self.places[nth][k])
+                elif verb == "drop" and index in sure:
+                    closed[index] = int(self.places[nth][k])
+            for handle, begin in opened.items():
+                outside.add(sure[handle])
+                interval = begin, closed.get(handle, len(self.live))
+                self._sure.setdefault(sure[handle], []).append(interval)
         self._outside = outside
         change = np.zeros(len(self.live) + 1, dtype=np.int64)
         for storage in outside:
@@ -234,11 +237,8 @@ class Timeline:
         found: dict[Any, list[int]] = {}
         facts: dict[Any, Any] = {}
         for nth, layer in enumerate(self.profile.layers):
-            useful = self._useful[nth]
-            keep = [e[0] not in ("die", "uncover") or layer.values[e[1]].storage in useful for e in self._events[nth]]
-            self.places[nth] = self.places[nth][np.array(keep, dtype=bool)]
-            events = self._events[nth] = [e for e, k in zip(self._events[nth], keep, strict=True) if k]
-            outside = frozenset(v for s, v in self._first_value[nth].items() if s in self._outside and s in useful)
+            events = self._events[nth]
+            outside = frozenset(self._first_value[nth][s] for s in self._useful[nth] if s in self._outside)
             owned = tuple(
                 (v, self._uncovered(nth, v)) for v in sorted(outside) if self._maker.get(layer.values[v].storage) == nth
             )

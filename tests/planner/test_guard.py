@@ -1,0 +1,150 @@
+"""A batch that would break the budget is refused before its first block, with what it would take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import actmem
+from actmem.amounts import size
+from actmem.errors import BudgetError
+from tests.planner.steps import DEVICE, Training, peaks, rows, stack, tokens, zoo
+
+
+def mean(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+def trained() -> tuple[Training, actmem.Plan]:
+    """Return a model, and a plan for 256 rows that recomputes some."""
+    training = Training(stack(), rows(256), mean)
+    full, plain = peaks(training.profile())
+    return training, training.fit((full + plain) // 2)
+
+
+@contextmanager
+def counting(model: nn.Module) -> Iterator[list[str]]:
+    """List the blocks of the model itself that run; the fake copy that predicts has the same hooks."""
+    ran: list[str] = []
+    names = {id(block): name for name, block in model.named_children()}
+    hooks = [
+        block.register_forward_pre_hook(lambda m, _: ran.append(names[id(m)]) if id(m) in names else None)
+        for block in model.children()
+    ]
+    yield ran
+    for hook in hooks:
+        hook.remove()
+
+
+def test_a_larger_batch_is_refused_before_its_first_block_with_the_peak_that_it_would_have() -> None:
+    training, plan = trained()
+    long = rows(2048)
+    expected = actmem.predict(actmem.profile(training.model, long, loss=mean, optimizer=None), plan, DEVICE).peak_bytes
+    with actmem.apply(training.model, plan, loss=mean), counting(training.model) as ran:
+        with pytest.raises(BudgetError) as caught:
+            training.model(*long)
+        assert ran == []
+        training.model(*training.batch)
+        assert ran == list("0123")
+    assert plan.predicted is not None
+    assert str(caught.value) == (
+        "a batch of 0 float32 [2048, 32] is larger than the plan was made for (0 float32 [256, 32]), and its predicted "
+        f"peak is {size(expected)}, with a budget of {size(plan.predicted.budget_bytes)}. Plan for both: "
+        "actmem.fit(model, examples=[short, long], budget=...)."
+    )
+    assert expected > plan.predicted.budget_bytes
+
+
+def test_a_refused_batch_changes_nothing() -> None:
+    training, plan = trained()
+    with actmem.apply(training.model, plan, loss=mean):
+        expected = training.measured().peak_bytes
+        random = torch.get_rng_state()
+        with pytest.raises(BudgetError):
+            training.model(*rows(2048))
+        assert torch.equal(random, torch.get_rng_state())
+        assert all(p.grad is None for p in training.model.parameters())
+        assert training.measured().peak_bytes == expected
+
+
+def test_a_batch_that_is_no_larger_trains() -> None:
+    training, plan = trained()
+    assert plan.predicted is not None
+    with actmem.apply(training.model, plan):
+        for num_rows in (256, 255, 1):
+            training.batch = rows(num_rows)
+            assert training.measured().peak_bytes <= plan.predicted.budget_bytes
+
+
+def test_a_larger_batch_that_fits_all_the_same_trains() -> None:
+    training, plan = trained()
+    assert plan.predicted is not None
+    small, _ = peaks(actmem.profile(training.model, rows(32), loss=mean, optimizer=None))
+    plan = actmem.fit(training.model, rows(32), budget=4 * small, loss=mean, optimizer=None, device=DEVICE, headroom=0)
+    assert plan.predicted is not None
+    training.batch = rows(64)
+    with actmem.apply(training.model, plan, loss=mean):
+        assert plan.predicted.peak_bytes < training.measured().peak_bytes <= plan.predicted.budget_bytes
+
+
+def test_as_many_elements_in_a_longer_sequence_are_not_taken_to_fit() -> None:
+    training = zoo("t5", tokens(8, 8))
+    plan = training.fit(sum(peaks(training.profile())) // 2)
+    with actmem.apply(training.model, plan), pytest.raises(BudgetError, match=r"input_ids int64 \[1, 64\]"):
+        training.model(**tokens(1, 64))
+
+
+def test_the_state_of_the_optimizer_is_counted_in_the_dtype_that_it_was_planned_in() -> None:
+    model = stack(dtype=torch.bfloat16)
+    small, large = ((rows(num)[0].bfloat16(),) for num in (64, 96))
+    options: Any = {"loss": torch.sum, "optimizer_dtype": torch.float32}
+    _, plain = peaks(actmem.profile(model, small, **options))
+    plan = actmem.fit(model, small, budget=plain, device=DEVICE, headroom=0, **options)
+    with actmem.apply(model, plan, loss=torch.sum), pytest.raises(BudgetError, match="its predicted peak is"):
+        model(*large)
+
+
+def test_without_a_loss_a_larger_batch_is_refused_as_not_predictable() -> None:
+    training, plan = trained()
+    with actmem.apply(training.model, plan), pytest.raises(BudgetError, match="its peak cannot be predicted"):
+        training.model(*rows(2048))
+
+
+def test_evaluation_is_left_alone() -> None:
+    training, plan = trained()
+    long = rows(2048)
+    with actmem.apply(training.model, plan, loss=mean):
+        with torch.no_grad():
+            training.model(*long)
+        training.model.eval()
+        training.model(*long)
+        training.model.train()
+        with pytest.raises(BudgetError):
+            training.model(*long)
+
+
+def test_nothing_watches_the_model_any_more_once_the_plan_is_removed() -> None:
+    training, plan = trained()
+    before = len(training.model._forward_pre_hooks)
+    applied = actmem.apply(training.model, plan, loss=mean)
+    assert len(training.model._forward_pre_hooks) == before + 1
+    applied.remove()
+    assert len(training.model._forward_pre_hooks) == before
+    mean(training.model(*rows(2048))).backward()
+
+
+def test_a_batch_may_be_given_by_name_or_by_position() -> None:
+    training = zoo("llama", tokens(2, 16))
+    full, plain = peaks(training.profile())
+    plan = training.fit((full + plain) // 2)
+    with actmem.apply(training.model, plan):
+        training.model(tokens(2, 16)["input_ids"], labels=tokens(2, 16)["labels"])
+        training.model(**tokens(2, 16)).loss.backward()
+        with pytest.raises(BudgetError, match=re.escape("input_ids int64 [8, 48], labels int64 [8, 48]")):
+            training.model(**tokens(8, 48))
