@@ -23,7 +23,7 @@ __all__ = ["EXAMPLE", "LlamaLike", "Row", "Size", "compare", "main"]
 EXAMPLE = """\
 import actmem
 
-applied = actmem.apply(model, actmem.Budget("20GiB"), example=batch)
+applied = actmem.apply(model, actmem.Budget("20GiB"), example=batches[0])
 # or by name: actmem.apply(model, actmem.Full())
 
 for ids, labels in batches:  # train as before

@@ -14,7 +14,7 @@ SHORT = 0.05
 
 
 def test_the_machine_at_hand_is_a_device_with_what_was_measured() -> None:
-    here = measure_machine(seconds=SHORT)
+    here = measure_machine(seconds=SHORT, dtypes=["bfloat16"])
     assert here.key == "this-machine" and device(here) is here
     assert set(here.flops_per_second) == {"fp32", "bf16"}
     assert all(1e8 < rate < 1e16 for rate in here.flops_per_second.values())
