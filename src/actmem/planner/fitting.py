@@ -182,10 +182,11 @@ def fit_profile(
         where if sends else None,
         exact=True,
     )
-    _check_rules(plan, chief, keeps)
-    followed = [follow(p, plan) for p in profiles]
+    said = decisions(chief, plan)
+    _check_rules(chief, keeps, said)
+    followed = [follow(p, plan, keeps=said if p is chief else None) for p in profiles]
     _check_peaks(profiles, followed, chief, budget_bytes)
-    found = followed[profiles.index(chief)]
+    found = next(f for p, f in zip(profiles, followed, strict=True) if p is chief)
     return replace(plan, predicted=_predicted(chief, solution, found, budget_bytes, known, whole, headroom))
 
 
@@ -272,10 +273,10 @@ def _predicted(
     )
 
 
-def _check_rules(plan: Plan, chief: Profile, keeps: Keeps) -> None:
+def _check_rules(chief: Profile, keeps: Keeps, said: Keeps) -> None:
     """Make sure that the rules say what was decided."""
-    for layer, wanted, said in zip(chief.layers, keeps, decisions(chief, plan), strict=True):
-        differ = [c for c, call in enumerate(layer.calls) if call.makes and wanted[c] not in (said[c], ANY)]
+    for layer, wanted, rules_say in zip(chief.layers, keeps, said, strict=True):
+        differ = [c for c, call in enumerate(layer.calls) if call.makes and wanted[c] not in (rules_say[c], ANY)]
         if differ and not all(layer.values[v].why for c in differ for v in layer.calls[c].makes):
             raise AssertionError(f"the rules of {layer.path} do not say what was planned. Please report this.")
 

@@ -14,9 +14,11 @@ from actmem.profiles import Layer, Profile
 __all__ = ["follow"]
 
 
-def follow(profile: Profile, plan: Plan, *, timeline: bool = False) -> Simulated:
-    """Simulate a step from the third on, when the smallest cuts are known."""
-    keeps = decisions(profile, plan)
+def follow(
+    profile: Profile, plan: Plan, *, timeline: bool = False, keeps: Sequence[Sequence[str]] | None = None
+) -> Simulated:
+    """Simulate a step from the third on, when the smallest cuts are known. `keeps` is what the rules say, if known."""
+    keeps = decisions(profile, plan) if keeps is None else keeps
     options: dict[str, Any] = {"exact": plan.exact}
     if plan.offload is not None:
         options |= {
