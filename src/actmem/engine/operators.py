@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 
+from actmem.engine.trees import tensors
 from actmem.ops import GROUPS
 
-__all__ = ["DESCRIBED", "REASONS", "UNINITIALISED", "Operator", "describe"]
+__all__ = ["DESCRIBED", "REASONS", "UNINITIALISED", "Operator", "describe", "generator_state"]
 
 REASONS: dict[str, str] = {
     "uninitialised": "born uninitialised; a kernel that the tape cannot see may have filled it",
@@ -404,3 +405,18 @@ def describe(func: Any) -> Operator:
     if operator is None:
         operator = DESCRIBED[id(func)] = Operator(func)
     return operator
+
+
+def generator_state(
+    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Generator, torch.Tensor] | None:
+    """Return the generator that a call draws from, and its state; None if that cannot be read."""
+    first = next(tensors(args), None)
+    device = first.device if first is not None else torch.device(kwargs.get("device") or torch.get_default_device())
+    generator = operator.generator(args, kwargs, device)
+    if generator is None:
+        return None
+    try:
+        return generator, generator.get_state()
+    except RuntimeError:  # a captured graph does not let its generator be read
+        return None

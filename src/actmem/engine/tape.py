@@ -36,7 +36,7 @@ from actmem.engine.cutting import Cut
 from actmem.engine.deciding import Verdicts
 from actmem.engine.holding import UNLIMITED, Holdings, preserve, storage_of
 from actmem.engine.observing import Observation
-from actmem.engine.operators import DESCRIBED, Operator, describe
+from actmem.engine.operators import DESCRIBED, Operator, describe, generator_state
 from actmem.engine.tracing import Tracer
 from actmem.engine.trees import put_together, take_apart, tensors
 from actmem.engine.values import KEPT, UNCHECKED, Boxed, Node, Value, geometry
@@ -258,13 +258,13 @@ class Tape(Holdings, TorchDispatchMode):
             forbidden = "opaque"
         state = None
         if forbidden is None and not keep and operator.draws(args, kwargs):
-            state = _generator_state(operator, args, kwargs)
+            state = generator_state(operator, args, kwargs)
             if state is None:
                 forbidden = "generator"
         unread = operator.unread(args, kwargs)
+        given = (keep or forbidden) if self._exact else (forbidden or keep)
         for write in writes:
             write.old = self._lookup(write.tensor)
-            given = (keep or forbidden) if self._exact else (forbidden or keep)
             write.fate = given or ("external" if write.where in unread else write.inherited())
         replayable = forbidden is None and not keep
         coverage = writes[0].coverage() if replayable and len(writes) == 1 else None
@@ -274,7 +274,7 @@ class Tape(Holdings, TorchDispatchMode):
             node.state = state
             node.overwrite([(w.where, w.item, w.tensor, w.whole) for w in writes if w.where not in unread])
             if again and not self._anchor(operator, node, args[0]):
-                node, forbidden, again = None, "collective", False
+                node, forbidden, given, again = None, "collective", "collective", False
         self._leave_behind(writes, fills_saved=operator.fills_saved)
         if any(w.item >= 0 for w in writes):
             # An operator on a list counts the versions inside, where a dispatch mode makes torch leave that out.
@@ -286,8 +286,7 @@ class Tape(Holdings, TorchDispatchMode):
         if forbidden == "uninitialised" and isinstance(out, Tensor) and not writes:
             self._record_uninitialised(operator, args, kwargs, out)
         else:
-            why = (keep or forbidden) if self._exact else (forbidden or keep)
-            self._record_outputs(operator, node, out, why or "", made)
+            self._record_outputs(operator, node, out, given or "", made)
         if again and node is not None and (value := self._lookup(out)) is not None:
             value.debts = barriers.ACROSS
         return out
@@ -589,17 +588,3 @@ def _promote(value: Value) -> None:
         current.node, current.why, current.coverage, current.tensor = node, None, None, None
         reads = [ref[2] for ref in node.refs if ref[2] is not None and ref[2].pending is not None]
         current = next((v for v in reads if v.storage() is storage), None)
-
-
-def _generator_state(
-    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.Generator, Tensor] | None:
-    first = next(tensors(args), None)
-    device = first.device if first is not None else torch.device(kwargs.get("device") or torch.get_default_device())
-    generator = operator.generator(args, kwargs, device)
-    if generator is None:
-        return None
-    try:
-        return generator, generator.get_state()
-    except RuntimeError:  # a captured graph does not let its generator be read
-        return None
