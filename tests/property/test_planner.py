@@ -9,6 +9,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from actmem.planner.master import Moment, Step
+from actmem.planner.placing import Chain
+from actmem.planner.pricing import price, tabulate
 from actmem.planner.simulating import simulate
 from actmem.planner.solve import Link, smallest_peak, solve
 from actmem.planner.timeline import Timeline
@@ -231,3 +234,32 @@ def test_sending_away_never_costs_more_than_not_sending(data: Any) -> None:
     assert found.feasible and found.peak_bytes <= budget
     assert found.bound_seconds <= found.replay_seconds + found.stall_seconds + 1e-9
     assert found.replay_seconds + found.stall_seconds <= without.replay_seconds + 1e-9
+
+
+@settings(relaxed, max_examples=50)
+@given(steps(), st.data())
+def test_the_bound_of_a_chain_is_never_above_the_optimum(step: Any, data: Any) -> None:
+    profile, seconds = step
+    plans = every_plan(profile, seconds)
+    budget = data.draw(st.sampled_from(sorted({peak for _, peak in plans})))
+    least = min(spent for spent, peak in plans if peak <= budget)
+    program = Step(Timeline(profile, seconds))
+    unpacks = [int(j) for j in (program.timeline.asked >= 0).nonzero()[0]]
+    program.add_rows([Moment(j, within=False) for j in range(len(program.timeline.live))])
+    program.add_rows([Moment(j, within=True) for j in unpacks])
+    assert Chain(program, budget).bound() <= least + 1e-9
+
+
+@settings(relaxed, max_examples=50)
+@given(steps(), st.data())
+def test_the_table_of_a_block_has_the_optimum_of_its_program(step: Any, data: Any) -> None:
+    profile, seconds = step
+    line = Timeline(profile, seconds)
+    for problem, family in zip(Step(line).problems, line.families, strict=True):
+        if not problem.units:
+            continue
+        events = data.draw(st.sets(st.integers(0, len(family.events) - 1), min_size=1, max_size=3))
+        prices = [(k, data.draw(st.sampled_from((0.001, 0.01, 0.1)))) for k in sorted(events)]
+        table = tabulate(problem, [k for k, _ in prices])
+        least = (table.seconds + sum(p * table.bytes_after[k] for k, p in prices)).min()
+        assert least == pytest.approx(price(problem, prices).bound, rel=1e-5, abs=1e-5)

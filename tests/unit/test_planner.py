@@ -113,7 +113,10 @@ MODELS: dict[str, Callable[[], Made]] = {
     "resnet": _resnet,
     "unet": lambda: (UNet().train(), (torch.randn(2, 3, 32, 32),), torch.sum),
 }
-MORE_MODELS: dict[str, Callable[[], Made]] = {"llama-bf16": lambda: _llama(16, 128, 128, torch.bfloat16)}
+MORE_MODELS: dict[str, Callable[[], Made]] = {
+    "llama-bf16": lambda: _llama(16, 128, 128, torch.bfloat16),
+    "llama-long": lambda: _llama(12, 128, 256),
+}
 GAPS = {"moe": 0.01}
 """How far from the optimum, as a fraction of a step's time; 0.005 elsewhere."""
 
@@ -220,6 +223,15 @@ def test_equal_layers_are_planned_once(name: str, num_layers: int) -> None:
     profile, seconds, _ = profiled(name)
     line = Timeline(profile, seconds)
     assert [len(family.layers) for family in line.families] == [num_layers]
+
+
+@pytest.mark.parametrize("above", [0, 0.002])
+def test_plans_are_near_the_optimum_close_to_the_smallest_peak(above: float) -> None:
+    profile, seconds, step_seconds = profiled("llama-long")
+    smallest, _, _ = smallest_peak(profile)
+    found = solve(profile, seconds, int(smallest * (1 + above)), step_seconds=step_seconds)
+    assert found.feasible
+    assert found.gap <= 0.005
 
 
 def test_plans_are_near_the_optimum_where_only_a_replay_needs_the_input_of_a_block() -> None:

@@ -5,22 +5,35 @@ In a chain of blocks the layers before one wait while it runs forward, and wait 
 that matters of them is the sum of what they hold. A dynamic program goes through the layers and remembers, for each
 such sum, the least replay time. A layer's column fits if that sum and the column's own highest moment are within the
 budget. What is found is judged by `Timeline.peak`; for steps that are no chain it is only a guess.
+
+NOTE [ The chain bound ]
+A blend lets a layer follow half of one column and half of another, so that its own highest moment fits on average only.
+Close to the smallest peak that makes the bound too low. There the same dynamic program is also run for the bound: over
+all decisions of a block, not only over the columns found so far, where a block has few enough (`tabulate`). A layer's
+decisions must fit, by themselves, beside what the layers before it hold. That sum is counted in cells and rounded down.
+Only moments at which all layers before one certainly wait are used. Leaving out others only lowers the bound.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
-from actmem.planner.master import Step
+from actmem.planner.master import Moment, Step
+from actmem.planner.pricing import tabulate
 from actmem.planner.timeline import NEVER, Effect
 
-__all__ = ["Placing"]
+__all__ = ["Chain", "Placing"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 _NUM_LABELS = 256
+_NUM_CELLS = 4096
+_FEW_UNITS = 21
+"""Up to so many units, all decisions of a block are worked out."""
 
 
 class Placing:
@@ -123,3 +136,152 @@ def _front(held: Ints, spent: Floats) -> npt.NDArray[np.intp]:
     last = np.append(bucket[1:] != bucket[:-1], True)  # within a bucket, the one that holds most takes least time
     last[0] = True
     return front[last]
+
+
+@dataclass(frozen=True, eq=False)
+class _Choices:
+    """The decisions of a block that no others better, for given moments of its own."""
+
+    numbers: Ints
+    seconds: Floats
+    holds: Ints
+    room: Ints
+    """How much may be held before the layer, less what its first moment has room for."""
+
+
+class Chain:
+    """A bound on every plan of a chain, and the decisions that reach it. See NOTE [ The chain bound ]."""
+
+    def __init__(self, step: Step, budget_bytes: int) -> None:
+        self._step, self._budget = step, budget_bytes
+        line = step.timeline
+        used = [nth for nth, f in enumerate(line.family_of) if line.families[f].is_used]
+        self._order = sorted(used, key=lambda nth: int(line.places[nth][0]))
+        self._caps = [budget_bytes] * (len(used) + 1)
+        """The most that the first layers may hold, for each number of them."""
+        self._rooms: list[dict[int, int]] = [{} for _ in used]
+        """For each layer, events of its own and what is left there for it and for the layers before it."""
+        self._waiting: dict[tuple[int, int], bool] = {}
+        for moment in step.rows:
+            if step.is_sure(moment):
+                self._read(moment.event, budget_bytes - step.base_bytes(moment))
+        inside: dict[int, set[int]] = {}
+        for n, nth in enumerate(self._order):
+            inside.setdefault(line.family_of[nth], set()).update(self._rooms[n])
+        for nth in self._order:
+            for k in inside[line.family_of[nth]]:
+                event = int(line.places[nth][k])
+                if line.live[event] > NEVER:
+                    self._read(event, budget_bytes - step.base_bytes(Moment(event, within=False)))
+
+    @property
+    def is_small(self) -> bool:
+        """Tell whether all decisions of its blocks can be worked out."""
+        families = {self._step.timeline.family_of[nth] for nth in self._order}
+        return all(len(self._step.problems[f].units) <= _FEW_UNITS for f in families)
+
+    def _read(self, event: int, room: int) -> None:
+        """Note what a moment leaves for the first layers that wait, and for the one after them."""
+        line = self._step.timeline
+        for n, nth in enumerate(self._order):
+            k = int(np.searchsorted(line.places[nth], event, side="right")) - 1
+            if not self._waits(line.family_of[nth], k):
+                self._caps[n] = min(self._caps[n], room)
+                if k >= 0:
+                    self._rooms[n][k] = min(self._rooms[n].get(k, room), room)
+                return
+        self._caps[-1] = min(self._caps[-1], room)
+
+    def _waits(self, family: int, k: int) -> bool:
+        """Tell whether a layer has, after one of its events, all that it holds while it waits."""
+        if (family, k) not in self._waiting:
+            problem = self._step.problems[family]
+            last = problem.first_unpack - 1
+            self._waiting[family, k] = 0 <= k <= last and all(
+                i.kept_bytes(k) >= i.kept_bytes(last) for i in problem.items
+            )
+        return self._waiting[family, k]
+
+    def bound(self) -> float:
+        """Return seconds that no plan within the budget is below. Add the decisions it stands for to the pools."""
+        line = self._step.timeline
+        choices, firsts = self._tabulated()
+        most = sum(int(c.holds.max(initial=0)) for c in choices)
+        cell = max(1, -(-min(max(self._caps), most) // _NUM_CELLS))
+        size = _NUM_CELLS + 2
+        after = np.where(np.arange(size) * cell <= self._caps[-1], 0.0, np.inf)
+        picks: list[tuple[Ints, Ints]] = []
+        for n in range(len(self._order) - 1, -1, -1):
+            found = choices[n]
+            least, pick = np.full(size, np.inf), np.zeros(size, dtype=np.int64)
+            steps = found.holds // cell
+            ends = np.minimum((np.minimum(found.room + firsts[n], self._caps[n]) // cell) + 1, size - steps)
+            for p in np.flatnonzero(ends > 0):
+                total = after[steps[p] : steps[p] + ends[p]] + found.seconds[p]
+                better = total < least[: ends[p]]
+                least[: ends[p]][better] = total[better]
+                pick[: ends[p]][better] = p
+            picks.append((pick, steps))
+            after = least
+        at = 0
+        for n, (pick, steps) in enumerate(reversed(picks if np.isfinite(after[0]) else [])):
+            family = line.family_of[self._order[n]]
+            p = int(pick[at])
+            number = int(choices[n].numbers[p])
+            problem = self._step.problems[family]
+            again = frozenset(u for u in range(len(problem.units)) if number >> u & 1)
+            self._step.add(family, problem.keep(again))
+            at += int(steps[p])
+        return float(after[0]) * (1 - 1e-9)
+
+    def _tabulated(self) -> tuple[list[_Choices], list[int]]:
+        """Return the choices of each layer, and what its first moment has room for."""
+        line = self._step.timeline
+        known: dict[tuple[int, tuple[tuple[int, int], ...]], _Choices] = {}
+        tables = {
+            f: tabulate(
+                self._step.problems[f],
+                [
+                    self._step.problems[f].first_unpack - 1,
+                    *(k for n, nth in enumerate(self._order) if line.family_of[nth] == f for k in self._rooms[n]),
+                ],
+            )
+            for f in {line.family_of[nth] for nth in self._order}
+        }
+        choices: list[_Choices] = []
+        firsts: list[int] = []
+        for n, nth in enumerate(self._order):
+            f = line.family_of[nth]
+            rooms = sorted(self._rooms[n].items())
+            first = rooms[0][1] if rooms else self._budget
+            key = f, tuple((k, room - first) for k, room in rooms)
+            if key not in known:
+                table = tables[f]
+                holds = table.bytes_after[self._step.problems[f].first_unpack - 1]
+                room = np.zeros_like(holds)
+                for m, (k, beside) in enumerate(key[1]):
+                    here = beside - table.bytes_after[k]
+                    room = np.minimum(room, here) if m else here
+                kept = _best(table.seconds, holds, -room)
+                known[key] = _Choices(table.numbers[kept], table.seconds[kept], holds[kept], room[kept])
+            choices.append(known[key])
+            firsts.append(first)
+        return choices, firsts
+
+
+def _best(seconds: Floats, holds: Ints, tops: Ints) -> Ints:
+    """Return the numbers of those that no other betters in seconds, in what they hold, and at their highest moment."""
+    grid = np.full((257, 257), np.inf)
+    h = 1 + (holds - holds.min()) * 255 // max(1, int(np.ptp(holds)))
+    t = 1 + (tops - tops.min()) * 255 // max(1, int(np.ptp(tops)))
+    np.minimum.at(grid, (h, t), seconds)
+    grid = np.minimum.accumulate(np.minimum.accumulate(grid, axis=0), axis=1)
+    near = np.flatnonzero(seconds < grid[h - 1, t - 1])
+    order = near[np.lexsort((tops[near], holds[near], seconds[near]))]
+    front_holds, front_tops = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    kept: list[int] = []
+    for one in order:
+        if not np.any((front_holds <= holds[one]) & (front_tops <= tops[one])):
+            kept.append(int(one))
+            front_holds, front_tops = np.append(front_holds, holds[one]), np.append(front_tops, tops[one])
+    return np.array(kept, dtype=np.int64)

@@ -27,12 +27,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from actmem.planner.highs import Program
 from actmem.planner.problem import BlockProblem, Item
 
-__all__ = ["BlockProgram", "Priced", "price"]
+__all__ = ["BlockProgram", "Priced", "Table", "price", "tabulate"]
 
 Terms = dict[int, float]
+Bools = npt.NDArray[np.bool_]
 
 
 class BlockProgram:
@@ -258,3 +262,72 @@ def price(
     if not found.values:
         return Priced(problem.keep(frozenset()), -float("inf"))
     return Priced(block.keep(found.values), (found.bound + constant) / scale)
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """All decisions of a block that differ in what is replayed, one after the other."""
+
+    numbers: npt.NDArray[np.int64]
+    """Bit u says that unit u is replayed."""
+    seconds: npt.NDArray[np.float64]
+    bytes_after: dict[int, npt.NDArray[np.int64]]
+    """For each event asked for, the bytes that the block adds after it."""
+
+
+def tabulate(problem: BlockProblem, events: Sequence[int]) -> Table:
+    """Work out every solution of the block program. For blocks of few units: each more doubles the table.
+
+    Args:
+        problem: what there is to decide. Nothing is sent away.
+        events: events of the block whose bytes are wanted.
+    """
+    numbers = np.zeros(1, dtype=np.int64)
+    for u in range(len(problem.units) - 1, -1, -1):  # readers come after what they read
+        items = [problem.items[i] for i in problem.units[u].makes]
+        readers = sum(1 << w for w in {w for item in items for w in item.readers})
+        may = numbers if any(map(_is_asked, items)) else numbers[numbers & readers != 0]
+        numbers = np.concatenate((numbers, may | 1 << u))
+    no = np.zeros(len(numbers), dtype=bool)
+    again: list[Bools] = [numbers & 1 << u != 0 for u in range(len(problem.units))]
+    kept: list[Bools] = []
+    for item in problem.items:
+        needed = ~no if _is_asked(item) else _any([again[w] for w in item.readers], no)
+        kept.append(needed if item.unit < 0 else needed & ~again[item.unit])
+    seconds = np.zeros(len(numbers))
+    for u, unit in enumerate(problem.units):
+        seconds += again[u] * unit.seconds
+    return Table(numbers, seconds, {k: _bytes_after(problem, k, again, kept, no) for k in set(events)})
+
+
+def _bytes_after(
+    problem: BlockProblem, k: int, again: list[Bools], kept: list[Bools], no: Bools
+) -> npt.NDArray[np.int64]:
+    total = np.zeros(len(no), dtype=np.int64)
+    done: list[Bools] = [no] * len(problem.units)
+    if k >= problem.first_unpack:
+        asked = {i.unit for i in problem.items if 0 <= i.first_unpack <= k}
+        for u in range(len(problem.units) - 1, -1, -1):
+            readers = {w for i in problem.units[u].makes for w in problem.items[i].readers}
+            done[u] = again[u] if u in asked else again[u] & _any([done[w] for w in readers], no)
+    for i, item in enumerate(problem.items):
+        size = item.kept_bytes(k)
+        there = kept[i] if size else no
+        if k >= problem.first_unpack:
+            size = item.num_bytes
+            there = there | done[item.unit] if item.unit >= 0 else there
+            if not (_is_asked(item) and item.last_drop > k):
+                there = there & _any([again[w] & ~done[w] for w in item.readers], no)
+        if size:
+            total += there * np.int64(size)
+    return total
+
+
+def _is_asked(item: Item) -> bool:
+    return item.first_unpack >= 0
+
+
+def _any(found: Sequence[Bools], otherwise: Bools) -> Bools:
+    for one in found:
+        otherwise = otherwise | one
+    return otherwise

@@ -6,7 +6,9 @@ NOTE [ The search ]
 2. Place: a column for each layer, by the master program in whole numbers, whose cost does not grow with the number of
    equal layers; where that is not near the bound, along the chain (NOTE [ Placing ]).
 3. Improve: columns that differ in one unit from those in use are added, and the layers are placed again.
-4. Join: few layers are also put into one program, whose bound is closer.
+4. Chain: blocks of few units are also tried with all their decisions, which closes what is left near the smallest
+   peak (NOTE [ The chain bound ]).
+5. Join: few layers are also put into one program, whose bound is closer.
 Where there are only a few sets of decisions at all, each is a column from the start, and the result is the optimum.
 """
 
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from actmem.planner.joint import join
 from actmem.planner.links import Link, Traffic
 from actmem.planner.master import Mix, Step
-from actmem.planner.placing import Placing
+from actmem.planner.placing import Chain, Placing
 from actmem.planner.timeline import Effect, Timeline
 from actmem.profiles import Profile
 
@@ -111,6 +113,7 @@ class Search:
             self._offer(found)
             self._settle()
         self._improve()
+        self._chain()
         self._join()
         self._exchange()
         return self._best or everything
@@ -190,7 +193,7 @@ class Search:
                 self._place_mix()
             return
         self._place_mix(patience=_HASTE)
-        if not self._is_within(_NEAR) and not self._place_along() and self._best is None:
+        if not self._is_within(_NEAR) and not self._place_along() and not self._is_within(_FAIR):
             self._place_mix()
 
     def _place_along(self) -> bool:
@@ -243,6 +246,16 @@ class Search:
                     keep = list(effect.keep)
                     keep[unit.calls[-1]] = other
                     step.add(f, keep)
+
+    def _chain(self) -> None:
+        """Bound the layers as a chain, and place the columns that the bound stands for."""
+        if self._complete or self._traffic is not None or self._best is None or self._is_within(self._target):
+            return
+        chain = Chain(self._step, self._budget)
+        if chain.is_small and self._left() > 0:
+            self.bound_seconds = max(self.bound_seconds, chain.bound())
+            self._place_along()
+            self._improve()
 
     def _join(self) -> None:
         """Put all layers into one program, which closes what the blend leaves open."""
