@@ -291,11 +291,7 @@ class Budget:
         parse_budget(self.amount, device_bytes=2**40)
         if self.offload not in (None, "host", "disk") and not isinstance(self.offload, Offload):
             raise ModeError(f"offload = {self.offload!r} is not known. Permitted: 'host', 'disk', an Offload, or None.")
-        if self.optimizer not in (None, *OPTIMIZERS):
-            raise ModeError(
-                f"optimizer = {self.optimizer!r} is not known. Permitted: {', '.join(OPTIMIZERS)}; None if it is not "
-                "to be counted, as where its state lies elsewhere."
-            )
+        check_optimizer(self.optimizer)
         _check_count("microbatches", self.microbatches, least=1, meaning="batches to a step", of="Budget")
 
     def rules(self) -> tuple[Rule, ...]:
@@ -385,6 +381,19 @@ class FromPlan:
 
 Mode = SaveEverything | Full | Selective | Targets | Rules | OffloadActivations | CompilerBudget | Budget | FromPlan
 """What `apply` takes, besides a Plan."""
+
+
+def check_optimizer(name: object) -> None:
+    """Accept one of `OPTIMIZERS`, or None.
+
+    Raises:
+        ModeError: otherwise.
+    """
+    if name not in (None, *OPTIMIZERS):
+        raise ModeError(
+            f"optimizer = {name!r} is not known. Permitted: {', '.join(OPTIMIZERS)}; None if it is not to be counted, "
+            "as where its state lies elsewhere."
+        )
 
 
 def _check_count(name: str, value: object, *, least: int, meaning: str, of: str = "Full") -> None:

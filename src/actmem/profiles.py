@@ -24,7 +24,7 @@ from typing import Any
 
 from actmem.errors import PlanError
 
-__all__ = ["Call", "Cost", "Entry", "Layer", "Profile", "Value"]
+__all__ = ["Call", "Cost", "Entry", "Layer", "Profile", "Value", "shifted"]
 
 PROFILE_VERSION = 1
 """The version of profiles that this actmem reads and writes."""
@@ -138,7 +138,6 @@ class Profile:
     log: tuple[Entry, ...] = ()
     storages: Mapping[int, int] = field(default_factory=dict[int, int])
     """Bytes of each storage that a block made or read."""
-    notes: tuple[str, ...] = ()
     version: int = PROFILE_VERSION
 
     def to_json(self) -> str:
@@ -160,10 +159,19 @@ class Profile:
             costs = tuple(Cost(**cost) for cost in found.pop("costs"))
             log = tuple(tuple(entry) for entry in found.pop("log"))
             storages = {int(k): v for k, v in found.pop("storages").items()}
-            texts = {name: tuple(found.pop(name)) for name in ("blocks", "shapes", "notes")}
+            texts = {name: tuple(found.pop(name)) for name in ("blocks", "shapes")}
             return cls(layers=layers, costs=costs, log=log, storages=storages, **texts, **found)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PlanError(f"this is no profile: {error}. Make one with actmem.profile(...).to_json().") from error
+
+
+def shifted(entry: Entry, shift: int) -> Entry:
+    """Return an entry of the log with so many bytes more alive.
+
+    >>> shifted(("op", 3, 100), 20), shifted(("die", 7), 20)
+    (('op', 3, 120), ('die', 7))
+    """
+    return entry if not shift or entry[0] in ("die", "pack", "drop") else (*entry[:-1], entry[-1] + shift)
 
 
 def _layer(found: dict[str, Any]) -> Layer:

@@ -201,3 +201,13 @@ def test_a_compiled_model_is_not_promised_a_budget() -> None:
         with pytest.raises(UnsupportedError, match="keeps a budget, which no compiled graph does"):
             compiled(*training.batch).sum().backward()
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "llama_lora"])
+def test_models_whose_operators_write_on_each_others_results_keep_their_budgets(name: str) -> None:
+    training = zoo(name)
+    least, most = peaks(training.profile())
+    for part in (0.02, 0.4):
+        plan = training.fit(int(least + (most - least) * part))
+        assert plan.predicted is not None
+        assert training.measured(plan).peak_bytes == plan.predicted.peak_bytes <= plan.predicted.budget_bytes

@@ -95,7 +95,6 @@ class Emulated:
         self._node_refs = [0] * len(layer.calls)
         self._reads: dict[int, tuple[int, ...]] = {}
         self.sent_bytes = 0
-        self.num_fetched_bytes = 0
         self.replayed: list[int] = []
         """The calls that were run again, in order."""
 
@@ -247,7 +246,6 @@ class Emulated:
         num_bytes = self._layer.values[v].num_bytes
         self.away[v], self._private[v] = False, True
         self._room.extra_bytes += num_bytes
-        self.num_fetched_bytes += num_bytes
 
     def _order(self, v: int) -> list[int]:
         order: list[int] = []

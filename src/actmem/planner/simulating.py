@@ -16,8 +16,6 @@ class Simulated:
     """The outcome of `simulate`."""
 
     peak_bytes: int
-    peak_entry: int
-    """Position in the log."""
     peak_op: str
     peak_layer: int
     """Index of the layer that the peak lies in; -1 if it lies outside."""
@@ -72,7 +70,6 @@ def simulate(
         walk.take(at, entry)
     return Simulated(
         peak_bytes=walk.peak,
-        peak_entry=walk.peak_at,
         peak_op=walk.peak_op,
         peak_layer=walk.peak_layer,
         saved_bytes=walk.saved,
@@ -92,7 +89,7 @@ class _Walk:
         self.layers: list[Emulated] = []
         self.held: list[tuple[int, ...]] = [()] * len(profile.layers)
         self.whys: list[tuple[str | None, ...]] = [()] * len(profile.layers)
-        self.peak, self.peak_at, self.peak_op, self.peak_layer = -1, -1, "", -1
+        self.peak, self.peak_op, self.peak_layer = -1, "", -1
         self.saved = self.sent = 0
         self.points: list[tuple[int, int]] = []
         self._profile, self._in_flight_bytes, self._timeline = profile, in_flight_bytes, timeline
@@ -147,5 +144,5 @@ class _Walk:
         if self._timeline:
             self.points.append((self._at, total))
         if total > self.peak:
-            self.peak, self.peak_at, self.peak_layer = total, self._at, self._layer
+            self.peak, self.peak_layer = total, self._layer
             self.peak_op = self._profile.costs[cost].op

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmem.errors import ModeError
 from actmem.measuring.meter import measure
+from actmem.modes import check_optimizer
 from actmem.torchcompat import FakeTensor, FakeTensorMode
 
-__all__ = ["OPTIMIZERS", "optimizer_bytes"]
+__all__ = ["optimizer_bytes"]
 
-OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-"""The optimizers that a budget can count, by name. SGD is without momentum."""
+_CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
 
 def optimizer_bytes(
@@ -29,30 +28,26 @@ def optimizer_bytes(
 
     Args:
         parameters: what is trained.
-        name: one of `OPTIMIZERS`; None for no optimizer.
+        name: one of `modes.OPTIMIZERS`; None for no optimizer.
         dtype: of the state, if it is not that of the parameters.
         together: the step works on all parameters at once (`foreach`), as torch does on an accelerator.
 
     >>> optimizer_bytes([nn.Parameter(torch.empty(256, 256))], "adamw")[0] // (256 * 256 * 4)
     2
     """
+    check_optimizer(name)
     if name is None:
         return 0, 0
-    if name not in OPTIMIZERS:
-        raise ModeError(
-            f"optimizer = {name!r} is not known. Permitted: {', '.join(OPTIMIZERS)}; None if it is not to be counted, "
-            "as where its state lies elsewhere."
-        )
     trained = [p for p in parameters if p.requires_grad]
     counts = Counter((tuple(p.shape), p.dtype) for p in trained)
     state = transient = 0
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for (shape, kind), count in counts.items():
-            its_state, its_transient = _of(OPTIMIZERS[name], [(shape, kind)], mode, together=together)
+            its_state, its_transient = _of(_CLASSES[name], [(shape, kind)], mode, together=together)
             state += (its_state if dtype is None else its_state * dtype.itemsize // kind.itemsize) * count
             transient += its_transient * count
         if not together and counts:  # one after the other, and what the last one left is still there
-            transient = _of(OPTIMIZERS[name], _pairs(trained), mode, together=False)[1]
+            transient = _of(_CLASSES[name], _pairs(trained), mode, together=False)[1]
     return state, transient
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actmem.profiles import Cost, Entry, Profile
+from actmem.profiles import Cost, Entry, Profile, shifted
 
 __all__ = ["STEP", "sharded", "with_optimizer"]
 
@@ -27,7 +27,7 @@ def with_optimizer(profile: Profile, name: str, state_bytes: int, transient_byte
     >>> with_optimizer(Profile(base_bytes=10), "adamw", 20, 5).base_bytes
     30
     """
-    log = [_shifted(entry, state_bytes) for entry in profile.log]
+    log = [shifted(entry, state_bytes) for entry in profile.log]
     costs = profile.costs
     if name != "none" and log:
         end = next(e[2] for e in reversed(log) if e[0] == "phase" and e[1] == "end")
@@ -70,11 +70,7 @@ def sharded(profile: Profile, num_ranks: int) -> Profile:
             if ended and profile.microbatches == 1:
                 scattered = -(profile.gradients_bytes - profile.gradients_bytes // num_ranks)
         buffers = 0 if ended else gathered + (largest_gradients if backward else 0)
-        log.append(_shifted(entry, static + buffers + scattered))
+        log.append(shifted(entry, static + buffers + scattered))
         if at in done and profile.microbatches == 1:
             scattered -= done[at] - done[at] // num_ranks
     return replace(profile, shard=num_ranks, base_bytes=profile.base_bytes + static, log=tuple(log))
-
-
-def _shifted(entry: Entry, shift: int) -> Entry:
-    return entry if not shift or entry[0] in ("die", "pack", "drop") else (*entry[:-1], entry[-1] + shift)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from actmem.engine.trees import put_together, take_apart
 from actmem.measuring.ledger import storages_of
-from actmem.profiles import Entry, Layer
+from actmem.profiles import Entry, Layer, shifted
 from actmem.profiling.chronicle import Chronicle
 from actmem.torchcompat import named_modules
 
@@ -216,7 +216,7 @@ def expand(
             inside = -1
             shift -= entry[2]
         elif verb not in ("back", "end"):
-            done.append(_shifted(entry, shift))
+            done.append(shifted(entry, shift))
     return done, every
 
 
@@ -253,11 +253,7 @@ def _moved(part: list[Entry], s: Skipped, names: dict[int, int], shift: int) -> 
         if verb == "die":
             moved.append(("die", names.get(entry[1], entry[1])))
         elif verb in ("call", "pack", "unpack", "drop"):
-            moved.append(_shifted((verb, s.layer, *entry[2:]), shift))
+            moved.append(shifted((verb, s.layer, *entry[2:]), shift))
         elif verb not in ("back", "end"):
-            moved.append(_shifted(entry, shift))
+            moved.append(shifted(entry, shift))
     return moved
-
-
-def _shifted(entry: Entry, shift: int) -> Entry:
-    return entry if not shift or entry[0] in ("die", "pack", "drop") else (*entry[:-1], entry[-1] + shift)
