@@ -16,7 +16,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export ONEDNN_MAX_CPU_ISA := AVX512_CORE_BF16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all bench check format clean
+.PHONY: help setup demo test test-all bench gpu check format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ test-all: setup ## Run everything, full matrices and long searches too
 
 bench: setup ## Run every benchmark and write benchmarks/results/
 	$(PY) -m benchmarks.run
+
+gpu: setup ## Compare with plain and with torch's forms on your accelerator; print a table to send back
+	$(PY) -m benchmarks.gpu
 
 check: setup ## Lint, check the format, the types and the direction of imports
 	$(PY) -m ruff check .

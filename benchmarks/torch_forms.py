@@ -10,7 +10,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+ATTENTION = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
 MATMUL = torch.ops.aten.mm.default
 
 
@@ -33,7 +40,7 @@ def _policy() -> Callable[..., CheckpointPolicy]:
     counts = {False: 0, True: 0}
 
     def policy(context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        save = func is ATTENTION
+        save = func in ATTENTION
         if func is MATMUL:
             counts[context.is_recompute] += 1
             save = counts[context.is_recompute] % 2 == 1

@@ -244,6 +244,8 @@ class Plan:
             lines.append(f"offloading: {self.offload!r}")
         if self.predicted is not None:
             lines += _foretold(self.predicted)
+            if [rule.decision for rule in self.rules] == ["save"]:
+                lines.append("the budget is more than the step needs: everything is saved, as plain training does")
         only = "everything" if len(self.rules) == 1 else "everything else"
         for number, rule in enumerate(self.rules, start=1):
             selectors = "  ".join(f"{name}={value}" for name, value in rule.selectors.items())

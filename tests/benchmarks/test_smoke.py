@@ -15,7 +15,7 @@ import actmem
 from actmem import demo
 from actmem.offloading.disk import DiskStore
 from benchmarks import compile as compiling
-from benchmarks import disk_ways, memory, offload, offload_simulated, overhead, plan, run, targets
+from benchmarks import disk_ways, gpu, memory, offload, offload_simulated, overhead, plan, run, targets
 from benchmarks.models import FORMS, llama, quantised, train_step
 from benchmarks.outcome import RESULTS, Bound, Outcome
 from benchmarks.table import BEGIN, DOCUMENT, END, update
@@ -346,3 +346,21 @@ def test_the_lines_that_the_demo_prints_run(capsys: pytest.CaptureFixture[str]) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     exec(demo.EXAMPLE, {"model": model, "optimizer": optimizer, "batches": [TINY.tokens(seed) for seed in range(2)]})
     assert "recompute" in capsys.readouterr().out
+
+
+def test_without_an_accelerator_the_hardware_benchmark_says_so_and_measures_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is one")
+    assert gpu.main([]) == 2
+    assert "There is no accelerator that torch can use here" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_hardware_benchmark_runs_to_its_end_on_a_cpu_and_keeps_every_bound(tmp_path: Path) -> None:
+    assert gpu.main(["--device", "cpu", "--small", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert set(found["exact"]["tiny mixtral-8x7b"].values()) == {"equal"}
+    assert found["exact"]["streams"]["moved_bytes"] > 0
+    assert all(bound["kept"] for bound in found["bounds"])

@@ -81,7 +81,7 @@ def test_less_budget_never_means_more_memory_and_more_never_more_time() -> None:
     assert found[0].step_time_ratio > found[-1].step_time_ratio == 1.0
 
 
-def test_a_budget_larger_than_needed_saves_everything() -> None:
+def test_a_budget_larger_than_needed_saves_everything_and_says_so() -> None:
     training = simple()
     _, plain = peaks(training.profile())
     plan = training.fit("1GiB")
@@ -89,6 +89,7 @@ def test_a_budget_larger_than_needed_saves_everything() -> None:
     assert plan.predicted is not None
     assert (plan.predicted.peak_bytes, plan.predicted.step_time_ratio, plan.predicted.gap) == (plain, 1.0, 0.0)
     assert training.measured(plan).replayed_flops == 0
+    assert "more than the step needs: everything is saved" in str(plan)
 
 
 def test_a_plan_is_read_back_with_what_was_predicted(tmp_path: Path) -> None:

@@ -72,24 +72,19 @@ def test_the_predicted_peak_and_the_replayed_flops_are_the_measured_ones(name: s
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ZOO)
-def test_they_are_for_every_model_and_mode_on_fake_tensors_and_for_real(
-    name: str, mode: str, fake: bool, request: pytest.FixtureRequest
-) -> None:
+def test_they_are_for_every_model_and_mode_on_fake_tensors_and_for_real(name: str, mode: str, fake: bool) -> None:
     if fake and name in FAKE_CANNOT | ROUTED_ONE_BY_ONE:
         pytest.skip("only a real step shows what it takes")
-    if (name, mode) == ("llama_lora", "attention_and_products"):
-        reason = "layer 0 holds a clone where the smallest cut was expected: 1.4 % above the prediction"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     check(name, mode, fake=fake)
 
 
 @pytest.mark.parametrize("name", sorted(ROUTED_ONE_BY_ONE))
-def test_balanced_routing_is_nearly_what_is_measured_and_the_worst_is_never_below(name: str) -> None:
+def test_balanced_routing_is_a_little_above_what_is_measured_and_the_worst_is_never_below(name: str) -> None:
     worst = zoo(name).profile(routing="worst")
-    for mode in list(modes(name).values())[:3]:
+    for mode in modes(name).values():
         measured = zoo(name).measured(mode).peak_bytes
         balanced = actmem.predict(profiled(name, True), mode, DEVICE).peak_bytes
-        assert abs(balanced - measured) <= 0.05 * measured
+        assert measured <= balanced <= 1.05 * measured
         assert actmem.predict(worst, mode, DEVICE).peak_bytes >= measured
 
 

@@ -94,7 +94,7 @@ class Holdings:
             self._reserve.append(spare := without_bits(alias_in_handler(a)))
             value.reserved, value.tensor = True, _ref(spare)
         else:
-            value.tensor = _ref(a)
+            value.tensor = _ref(a if a._base is None else a._base)  # a view may die long before what it shows
 
     def _is_trainable(self, storage: Any) -> bool:
         if storage._cdata in self._inputs:

@@ -4,13 +4,15 @@ NOTE [ What is real in a fake step ]
 Activations and weights are fake: shapes and dtypes, no bytes. Integers and booleans stay real as long as nothing fake
 went into them: token ids, positions, masks. So a program that looks at them (is there padding? which documents?) takes
 the way that it takes in training. What a router would choose depends on numbers that a fake step does not have. Its
-choice is assumed, as real integers: balanced, so that every expert gets as many tokens as the others, or worst, so
-that the same experts get all. Whatever sorts, counts and gathers by it then runs as it would.
+choice is assumed, as real integers: balanced, or worst, so that the same experts get all. A balanced router is one that
+prefers no expert; what experts get by it still differs, so the first and the last, where a step's peak may be, are given
+three standard deviations more than the mean, and the ones between them as much less. Whatever sorts, counts and gathers by it then runs as it would.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -194,11 +196,22 @@ def _spread(like: Tensor, num_choices: int, routing: str) -> Tensor:
     """Choose among `num_choices` for each row of the last dimension."""
     with without_fake_mode():
         width = like.shape[-1] if like.dim() else 1
+        if not like.numel() or num_choices < 2:
+            return torch.zeros(like.shape, dtype=torch.int64)
         if routing == "worst":
-            flat = torch.arange(like.numel()) % max(width, 1)
-        else:
-            flat = torch.arange(like.numel()) % max(num_choices, 1)
-        return flat.reshape(like.shape)
+            return (torch.arange(like.numel()) % width).reshape(like.shape)
+        rows = like.numel() // width
+        mean = like.numel() / num_choices
+        shape = torch.linspace(-1, 1, num_choices, dtype=torch.float64).abs()
+        shape -= shape.mean()
+        most, least = float(shape.max()), -float(shape.min())
+        deviation = 3 * math.sqrt(mean * (1 - width / num_choices))
+        scale = min(deviation / most, mean / least, (rows - mean) / most) if most > 1e-9 else 0.0
+        loads = mean + scale * shape
+        ends = loads.cumsum(0).round().to(torch.int64)
+        ends[-1] = like.numel()
+        chosen = torch.arange(num_choices).repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
+        return chosen.reshape(width, rows).t().reshape(like.shape)  # no row chooses one twice: no load is above rows
 
 
 def _identity(like: Tensor) -> Tensor:
