@@ -16,7 +16,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export ONEDNN_MAX_CPU_ISA := AVX512_CORE_BF16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all bench gpu check format clean
+.PHONY: help setup demo test test-all bench gpu check docs format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -64,6 +64,10 @@ check: setup ## Lint, check the format, the types and the direction of imports
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 	$(VENV)/bin/lint-imports
+
+docs: setup ## Build the documentation into build/docs; a warning is an error
+	$(PY) -m sphinx -W --keep-going -q docs build/docs
+	@echo "Open build/docs/index.html"
 
 format: setup ## Sort imports, apply safe fixes, format
 	$(PY) -m ruff check --fix .

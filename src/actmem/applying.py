@@ -33,7 +33,6 @@ from actmem.modes import (
 )
 from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
-from actmem.planner import Guard, fit
 from actmem.report import Report, Trace, compiled_graphs, gather, paths_of, summarise
 from actmem.structure import Block, find_blocks, find_roles, fingerprint, layer_type
 from actmem.torchcompat import compiler_budget, keep_graph_order, named_modules
@@ -227,6 +226,8 @@ def apply(
         )
     refuse_state(model)
     if isinstance(mode, Budget):
+        from actmem.planner import fit  # its solver takes a while to import
+
         mode = fit(
             model,
             example,
@@ -297,6 +298,8 @@ def apply(
     for block, script in zip(found, scripts, strict=True):
         install(block.module, script, classes)
     if plan.predicted is not None:
+        from actmem.planner import Guard
+
         guard = Guard(plan, loss)
         undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
     return Applied(plan, found, tuple(scripts), compilation, offloader, undo)

@@ -13,13 +13,14 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from actmem.errors import ModeError, PlanError
 from actmem.ops import GROUPS, INPUT, did_you_mean, is_glob, packet_name, split_selector
-from actmem.settings import Offload
+from actmem.settings import STRICT, Offload
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 Decision = Literal["save", "recompute", "offload"]
 DECISIONS: tuple[Decision, ...] = ("save", "recompute", "offload")
@@ -87,7 +88,7 @@ class Rule:
         ModeError: if a field has a value that is not permitted.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
     decision: Decision
     """What to do: `save`, `recompute` or `offload`."""
@@ -153,7 +154,7 @@ class Predicted:
         ModeError: never by itself; a plan file with another field is refused.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
     peak_bytes: int
     """The most bytes that are alive at any moment of a step."""
@@ -201,7 +202,7 @@ class Plan:
         ModeError: if the rules do not end in a default, or a field has a value that is not permitted.
     """  # noqa: E501  # a doctest input does not wrap
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
     rules: tuple[Rule, ...]
     """The rules, tried in order; the last is the default."""
@@ -484,9 +485,11 @@ def _plan_from_text(text: str, *, source: str, suffix: str) -> Plan:
             f"{source} cannot be read as {suffix[1:].upper()}: {where}. It may be cut off. {_WRITE_AGAIN}"
         ) from error
     _check_is_plan(document, source)
+    from pydantic import TypeAdapter, ValidationError  # a third of a second that only reading a file is worth
+
     try:
         # By way of JSON, where a list may stand for a tuple and all else is strict. A TOML date becomes a text.
-        return _PLAN.validate_json(json.dumps(document, default=str))
+        return TypeAdapter(Plan).validate_json(json.dumps(document, default=str))
     except ValidationError as error:
         raise PlanError(f"{source}: {_explain(error)}") from error
 
@@ -511,7 +514,7 @@ def _check_is_plan(document: object, source: str) -> None:
         )
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: "ValidationError") -> str:
     """Say in our own words what pydantic found first."""
     first = error.errors(include_url=False)[0]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
@@ -563,4 +566,3 @@ def _read_toml(text: str) -> object:
 
 
 _READERS = {".json": _read_json, ".toml": _read_toml}
-_PLAN = TypeAdapter(Plan)

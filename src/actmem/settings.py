@@ -4,15 +4,16 @@ import os
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, cast
 
-from pydantic import ConfigDict
-
 from actmem.errors import ModeError
 from actmem.ops import did_you_mean
 
-__all__ = ["Offload", "Place"]
+__all__ = ["STRICT", "Offload", "Place"]
 
 Place = Literal["host", "disk"]
 _PLACES = ("host", "disk")
+
+STRICT: dict[str, bool | str] = {"extra": "forbid", "strict": True}
+"""How pydantic is to read a class from a file. It is imported only then."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -26,7 +27,7 @@ class Offload:
         ModeError: if a field has a value that is not permitted.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
     to: Place
     """`host`: the memory of the machine, for models on an accelerator. `disk`: a private file."""

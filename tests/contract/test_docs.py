@@ -1,23 +1,34 @@
-"""The examples in the documentation run, and what it lists is complete."""
+"""The examples in the documentation run, what it shows is printed, what it lists is complete, and the site builds."""
 
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import actmem
 from actmem import Applied, Budget, Full, Rule, Rules, Selective, Targets, ops
 from actmem.modes import Mode
 from actmem.plan import TARGETS
+from tests.contract.pages import DOCS, ROOT, Example, anchors, examples, links, prose, run, switches
 from tests.zoo import ZOO
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("modes.md", "tuning.md", "budgets.md")
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+# Read as one script. What takes minutes is left to the long run.
+SCRIPTS = [
+    pytest.param("quickstart.md"),
+    pytest.param("idea.md"),
+    pytest.param("recipes.md", marks=pytest.mark.slow),
+]
+# Run by the tests of what they are about.
+ELSEWHERE = {"offload.md"}
 # What the examples call the user's models.
 MODELS = {
     "model": "qwen3",
@@ -27,14 +38,17 @@ MODELS = {
 }
 
 
-def examples() -> list[Any]:
-    found = []
-    for page in PAGES:
-        text = (DOCS / page).read_text()
-        for block in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-            line = text[: block.start()].count("\n") + 2
-            found.append(pytest.param(page, line, block[1], id=f"{page}:{line}"))
-    return found
+def alone() -> list[Any]:
+    """Return the examples that stand for themselves."""
+    others = ELSEWHERE | {page.values[0] for page in SCRIPTS}
+    # What the compiler warns of is its own.
+    marks = {"compile.md": [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]}
+    return [
+        pytest.param(example, id=f"{page}:{example.line}", marks=marks.get(page, ()))
+        for page in PAGES
+        if page not in others
+        for example in examples(page)
+    ]
 
 
 def stepper(case: str) -> Callable[[nn.Module], None]:
@@ -44,16 +58,27 @@ def stepper(case: str) -> Callable[[nn.Module], None]:
     return train_step
 
 
-@pytest.mark.parametrize(("page", "line", "code"), examples())
-def test_an_example_runs_and_what_it_applies_trains(
-    page: str, line: int, code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def one_rank(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Be the only rank of a group, for the page about many."""
+    example = request.node.callspec.params["example"]
+    if example.page != "distributed.md":
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("example", alone())
+def test_an_example_runs_and_what_it_applies_trains(example: Example, tmp_path: Path, one_rank: None) -> None:
     given: dict[str, Any] = {"actmem": actmem, "torch": torch, "folder": str(tmp_path)}
     for name, case in MODELS.items():
-        if re.search(rf"\b{name}\b", code):
+        if re.search(rf"\b{name}\b", example.code):
             built = ZOO[case].build()
             given |= {name: built, "train_step": stepper(case), "batch": ZOO[case].batch(built)}
-    exec(compile("\n" * (line - 1) + code, str(DOCS / page), "exec"), given)
+    printed = run(example, given)
+    assert example.shown in (None, printed)
     applied = given.get("applied")
     if not isinstance(applied, Applied):
         return
@@ -61,12 +86,117 @@ def test_an_example_runs_and_what_it_applies_trains(
         if name in given:
             given["train_step"](given[name])
     report = applied.report()
+    if report.compiled:
+        return
     if applied.plan.offload is None:
         assert report.num_replayed > 0
     else:
         assert report.moved is not None
         assert report.moved.out_bytes == report.moved.back_bytes > 0
     applied.remove()
+
+
+@pytest.mark.parametrize("page", SCRIPTS)
+def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(page: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"folder": str(tmp_path)}
+    for example in examples(page):
+        printed = run(example, given)
+        assert printed == (example.shown or ""), (
+            f"{page}:{example.line}; write it again: python -m tests.contract.pages"
+        )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if switches(page)])
+def test_the_new_import_of_a_switch_works(page: str) -> None:
+    for lines in switches(page):
+        exec(lines, {})
+
+
+def test_every_new_line_of_the_page_about_migrating_can_be_written() -> None:
+    text = prose(DOCS / "migrating.md").replace("\\|", "|")
+    lines = {line for line in re.findall(r"`(actmem\.[^`]*\))`", text) if "step" not in line}
+    assert len(lines) > 20
+    for line in sorted(lines):
+        if re.match(r"actmem\.(apply|verify)", line):
+            model = ZOO["qwen3"].build()
+            given = {"actmem": actmem, "model": model, "batch": ZOO["qwen3"].batch(model), "mode": Full()}
+            eval(line, given)
+        else:
+            eval(line, {"actmem": actmem})
+
+
+# ---------------------------------------------------------------- the site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build it as `make docs` does."""
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", str(DOCS), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_the_site_builds_without_a_warning_and_has_every_page(site: Path) -> None:
+    assert [page for page in PAGES if not (site / page).with_suffix(".html").exists()] == []
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    address = r"=?[(\"]+(?:https?:)?//"
+    loaded = re.compile(rf"<(?:script|img|iframe)[^>]*\ssrc{address}|<link[^>]*\shref{address}|url{address}")
+    sheets = [*site.rglob("*.html"), *(site / "_static").rglob("*.css")]
+    assert len(sheets) > len(PAGES)
+    assert [path.name for path in sheets if loaded.search(path.read_text())] == []
+
+
+def test_every_public_name_has_an_entry_in_the_api_and_is_on_the_site(site: Path) -> None:
+    text, built = (DOCS / "api.md").read_text(), (site / "api.html").read_text()
+    entries = set(re.findall(r"^\.\. auto(?:function|class|exception):: (\w+)", text, re.MULTILINE))
+    assert sorted(set(actmem.__all__) - entries) == []
+    assert [name for name in actmem.__all__ if not re.search(rf'id="actmem[\w.]*\.{name}"', built)] == []
+
+
+# ---------------------------------------------------------------- what the pages promise
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```", (DOCS / "index.md").read_text(), re.DOTALL | re.MULTILINE)
+    listed = {f"{line}.md" for tree in trees for line in tree.split("\n") if line and not line.startswith(":")}
+    assert listed == {*PAGES} - {"index.md"}
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}" for page in PAGES)])
+def test_no_link_of_a_page_is_dead(page: str) -> None:
+    path = ROOT / page
+    for link in links(path):
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        assert target.exists(), f"{page} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{page} links to {link}; there are {sorted(anchors(target))}"
+
+
+def test_the_messages_that_the_quick_start_explains_are_those_of_the_code() -> None:
+    pattern = r"^\| (?:in the report: )?`(?:\w+Error: )?([^`]+)` \|"
+    rows = re.findall(pattern, prose(DOCS / "quickstart.md"), re.MULTILINE)
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    source = re.sub(r"\"\s+f?\"", "", source)
+    assert len(rows) > 8
+    for row in rows:
+        said = max(re.split(r"\.\.\. |model\.| = 'host'| = True", row), key=len)
+        assert said.strip() in source, row
+
+
+def test_the_design_page_lists_every_note_and_every_room_of_the_source() -> None:
+    text = (DOCS / "design.md").read_text()
+    package = ROOT / "src" / "actmem"
+    for path in package.rglob("*.py"):
+        for name in re.findall(r"^NOTE \[ (.*) \]$", path.read_text(), re.MULTILINE):
+            rows = [row for row in text.split("\n") if row.startswith("|") and name in row.split("|")[1]]
+            assert any(f"`{path.relative_to(package)}`" in row for row in rows), f"NOTE [ {name} ] of {path}"
+    rooms = re.findall(r"\w+", re.findall(r"^```\n(cli.*?)^```", text, re.DOTALL | re.MULTILINE)[0])
+    found = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert sorted(rooms) == sorted(found - {"__init__", "__main__"})
 
 
 def test_the_page_of_modes_names_every_mode_group_target_and_option() -> None:

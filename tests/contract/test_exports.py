@@ -1,5 +1,7 @@
 import importlib
 import pkgutil
+import subprocess
+import sys
 
 import actmem
 
@@ -12,6 +14,8 @@ PROMISED = {
     "CompilerBudget",
     "Device",
     "DeviceError",
+    "Diagnosis",
+    "Explanation",
     "FreedStorageError",
     "FromPlan",
     "Frontier",
@@ -42,7 +46,9 @@ PROMISED = {
     "VersionError",
     "apply",
     "device",
+    "doctor",
     "every_second",
+    "explain",
     "fit",
     "frontier",
     "known_devices",
@@ -60,6 +66,15 @@ def test_the_public_names_are_exactly_the_promised_ones() -> None:
     assert set(actmem.__all__) == PROMISED
     assert actmem.__all__ == sorted(actmem.__all__, key=lambda name: (not name[0].isupper(), name))
     assert {name for name in PROMISED if not hasattr(actmem, name)} == set()
+
+
+def test_importing_actmem_imports_no_torch_and_applying_imports_no_solver_and_no_extra() -> None:
+    code = (
+        "import sys, actmem; lean = set(sys.modules); actmem.apply, actmem.measure; full = set(sys.modules)"
+        "; print('torch' in lean, sorted(full & {'highspy', 'jinja2', 'plotly', 'pydantic', 'rich', 'tyro'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False []"
 
 
 def test_no_public_function_has_the_name_of_a_module() -> None:

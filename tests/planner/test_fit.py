@@ -212,3 +212,14 @@ def test_models_whose_operators_write_on_each_others_results_keep_their_budgets(
         plan = training.fit(int(least + (most - least) * part))
         assert plan.predicted is not None
         assert training.measured(plan).peak_bytes == plan.predicted.peak_bytes <= plan.predicted.budget_bytes
+
+
+def test_a_budget_is_kept_where_one_value_is_larger_than_the_bound_on_copies() -> None:
+    training = simple()
+    full, plain = peaks(training.profile())
+    tight = actmem.Offload(to="disk", min_bytes=0, in_flight_bytes=2**10)
+    for nth in range(1, 5):
+        budget = full + (plain - full) * nth // 5
+        plan = training.fit(budget, offload=tight)
+        assert plan.predicted is not None
+        assert plan.predicted.peak_bytes <= budget

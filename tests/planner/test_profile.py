@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -276,3 +278,58 @@ def test_a_step_that_fails_leaves_the_model_as_it_was() -> None:
             training.profile(fake=fake, loss=lambda out: out.loss / 0 if 1 // 0 else out.loss)
     assert same(state(training.model), before)
     assert all(p.grad is None for p in training.model.parameters())
+
+
+# -------------------------------------------------------------------- functions put on a model, wrappers
+
+
+def test_a_forward_that_was_put_on_the_model_and_holds_it_is_profiled_on_the_copy() -> None:
+    training = simple()
+    plain = training.profile()
+
+    def put_on(model: nn.Module) -> None:
+        held = model.forward
+
+        def timed(*args: Any) -> Any:  # as libraries do to time, log or fuse
+            return partial(held)(*args)
+
+        model.forward = timed
+
+    put_on(training.model)
+    assert training.profile() == plain
+
+
+_ELSEWHERE: dict[str, nn.Module] = {}
+
+
+def test_a_model_whose_blocks_are_not_run_is_refused() -> None:
+    training = simple()
+    _ELSEWHERE["model"] = copy.deepcopy(training.model)
+
+    def another(*args: Any) -> Any:
+        return _ELSEWHERE["model"](*args)
+
+    training.model.forward = another
+    with pytest.raises(UnsupportedError, match=r"none of the \d+ blocks.*was run in the profiled step.*fake=False"):
+        training.profile()
+
+
+def test_a_model_in_a_wrapper_that_cannot_be_copied_is_refused_with_what_to_profile() -> None:
+    with pytest.raises(ModeError, match=r"wrapped in DataParallel.*model\.module"):
+        actmem.profile(nn.DataParallel(simple().model), (torch.randn(2, 8),))
+
+
+class Frozen(nn.Module):
+    """A frozen 16-bit table in front of trained 32-bit blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 16, dtype=torch.bfloat16), requires_grad=False)
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x + self.table.float().sum(0)).sum()
+
+
+def test_the_optimizer_is_named_with_the_dtype_of_what_is_trained() -> None:
+    assert actmem.profile(Frozen(), (torch.randn(8, 16),), optimizer="adamw").optimizer == "adamw, float32"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from actmem.causes.own import likely_of_replay
 from actmem.engine.checksum import checksum
 from actmem.engine.tape import Flattened, Handle
 from actmem.engine.trees import tensors
@@ -49,7 +50,10 @@ def unpack(packed: Any) -> Tensor:
         if tape.observation is not None:
             tape.observation.settle()
             tape.observation = None
+        declared = False
         if value.held is None:
+            if packed.checksum is not None:
+                declared = any(hasattr(node.func, "function") for _, node in _order(value))
             _materialise(value)
         elif type(value.held) is Boxed:
             _open(value)
@@ -70,7 +74,7 @@ def unpack(packed: Any) -> Tensor:
                 tensor = see(base, packed.size, packed.stride, packed.offset, packed.dtype, packed.bits)
         if packed.checksum is not None:
             if checksum(tensor) != packed.checksum:
-                raise SelfCheckError(_mismatch(packed))
+                raise SelfCheckError(_mismatch(value, declared, tensor.device))
             packed.checksum = None
         return tensor
 
@@ -316,12 +320,6 @@ def _freed(value: Value) -> str:
     )
 
 
-def _mismatch(handle: Handle) -> str:
-    what = _name(handle.value)
-    return (
-        f"replaying {what} did not give the bits of the forward pass. Likely cause: a kernel that torch cannot "
-        "see (Triton, numpy, a C++ extension) "
-        "wrote into a tensor of this chain, or an operator in it is not deterministic. Declare the function that "
-        "launches the kernel with "
-        "actmem.replayable(fn), or keep that module's results: Rule('save', module='...')."
-    )
+def _mismatch(value: Value, declared: bool, device: torch.device) -> str:
+    likely = likely_of_replay(device.type, declared=declared)
+    return f"replaying {_name(value)} did not give the bits of the forward pass. {likely}"

@@ -13,7 +13,7 @@ from actmem.errors import PlanError
 from actmem.plan import Plan
 from actmem.profiles import Layer, Profile
 
-__all__ = ["decisions"]
+__all__ = ["decisions", "inputs_sent"]
 
 
 def decisions(profile: Profile, plan: Plan) -> list[list[str]]:
@@ -25,19 +25,31 @@ def decisions(profile: Profile, plan: Plan) -> list[list[str]]:
         if layer.path not in index:
             found.append(["save"] * len(layer.calls))
             continue
-        verdicts = resolve(
-            plan.rules,
-            layer=index[layer.path],
-            num_layers=len(plan.blocks),
-            modules={m: f"{layer.path}.{m}".strip(".") for m in layer.modules},
-            roles=dict(layer.roles),
-            layer_type=layer.layer_type,
-        )
+        verdicts = _verdicts(layer, plan, index[layer.path])
         key = layer.kind, verdicts.key
         if key not in known:
             known[key] = _decide(layer, verdicts)
         found.append(known[key])
     return found
+
+
+def inputs_sent(profile: Profile, plan: Plan) -> list[bool]:
+    """Return, for each layer, whether what it is given is sent away."""
+    index = {path: i for i, path in enumerate(plan.blocks)}
+    return [
+        layer.path in index and _verdicts(layer, plan, index[layer.path]).offloads_inputs for layer in profile.layers
+    ]
+
+
+def _verdicts(layer: Layer, plan: Plan, index: int) -> Any:
+    return resolve(
+        plan.rules,
+        layer=index,
+        num_layers=len(plan.blocks),
+        modules={m: f"{layer.path}.{m}".strip(".") for m in layer.modules},
+        roles=dict(layer.roles),
+        layer_type=layer.layer_type,
+    )
 
 
 def _decide(layer: Layer, verdicts: Any) -> list[str]:

@@ -61,6 +61,7 @@ class Emulated:
         room: Room,
         *,
         exact: bool = False,
+        sends_inputs: bool = False,
         min_offload_bytes: int = 0,
         forced: dict[int, str] | None = None,
     ) -> None:
@@ -71,11 +72,12 @@ class Emulated:
             keep: "save", "offload" or "" (recompute) for each call.
             room: where bytes are counted.
             exact: the plan is to be followed to the letter, not by bytes. See NOTE [ Barriers ].
+            sends_inputs: what no call makes again is sent away too, but parameters and buffers.
             min_offload_bytes: smaller values stay.
             forced: calls of the smallest cut, and why each is held.
         """
         self._layer, self._keep, self._room, self._exact = layer, keep, room, exact
-        self._min_offload_bytes = min_offload_bytes
+        self._sends_inputs, self._min_offload_bytes = sends_inputs, min_offload_bytes
         self._forced = forced or {}
         n = len(layer.values)
         self.held = [False] * n
@@ -208,10 +210,15 @@ class Emulated:
         for v, held in enumerate(self.held):
             if held and not self._refs[v]:
                 self._let_go(v)
-            elif held and self.why[v] == "offload" and values[v].num_bytes >= max(1, self._min_offload_bytes):
+            elif held and self._is_sent(v):
                 self._let_go(v)
                 self.held[v] = self.away[v] = True
                 self.sent_bytes += values[v].num_bytes
+
+    def _is_sent(self, v: int) -> bool:
+        value = self._layer.values[v]
+        said = self.why[v] == "offload" or (self._sends_inputs and not self.node[v] and value.kind != "state")
+        return said and value.num_bytes >= max(1, self._min_offload_bytes)
 
     def _reach(self, v: int) -> None:
         stack = [v]

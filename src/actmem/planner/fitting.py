@@ -26,7 +26,7 @@ from actmem.profiles import Profile
 from actmem.profiling import profile
 from actmem.settings import Offload
 
-__all__ = ["fit", "fit_profile"]
+__all__ = ["fit", "fit_profile", "named_keeps"]
 
 
 def fit(
@@ -130,6 +130,7 @@ def fit_profile(
     offload: str | Offload | None = None,
     headroom: float = 0.0,
     time_limit: float = 20.0,
+    named: Sequence[Keeps] | None = None,
 ) -> Plan:
     """Find the plan for profiles that were made already: the one with the highest plain peak decides.
 
@@ -140,6 +141,7 @@ def fit_profile(
         offload: where values may be sent.
         headroom: what was taken off the budget, to be written down.
         time_limit: seconds for the solver.
+        named: what `named_keeps` returned for the profile, if several budgets are tried on it.
     """
     chief = profiles[0]
     if len(profiles) > 1:
@@ -147,7 +149,7 @@ def fit_profile(
     seconds = cost_seconds(chief, known)
     whole = step_seconds(chief, seconds)
     where = _offload(offload, known, budget_bytes)
-    link = None if where is None else _link(where, known)
+    link = None if where is None else _link(where, known, chief)
 
     def best(candidates: Sequence[Keeps]) -> Solution:
         return solve(
@@ -161,9 +163,9 @@ def fit_profile(
         )
 
     few = len(chief.layers) <= _FEW_LAYERS
-    solution = best(_named(chief) if few else ())
+    solution = best((named or named_keeps(chief)) if few else ())
     if not few and (not solution.feasible or solution.gap > _NEAR):
-        solution = best(_named(chief))
+        solution = best(named or named_keeps(chief))
     if not solution.feasible:
         raise BudgetError(refusal(chief, solution, budget_bytes, offloaded=where is not None, headroom=headroom))
     plan, found = _written(chief, _one_for_each_block(chief, solution.keeps), budget_bytes, where)
@@ -201,7 +203,7 @@ def _everything(p: Profile) -> Keeps:
     return [["save"] * len(layer.calls) for layer in p.layers]
 
 
-def _named(p: Profile) -> list[Keeps]:
+def named_keeps(p: Profile) -> list[Keeps]:
     """Return what the named modes hold: the plan is to be no worse than any of them."""
     modes = (
         Full(),
@@ -228,9 +230,12 @@ def _offload(offload: str | Offload | None, known: Device, budget_bytes: int) ->
     return Offload(to=offload, min_bytes=0, in_flight_bytes=max(2**20, budget_bytes // 64))
 
 
-def _link(offload: Offload, known: Device) -> Link:
+def _link(offload: Offload, known: Device, p: Profile) -> Link:
+    """Return the link, with what copies take on the device: the bound for each direction, or the largest value."""
     rate = known.offload_rate(offload.to)
-    return Link(rate, rate, 2 * offload.in_flight_bytes)  # for each direction once
+    kinds = {layer.kind: layer for layer in p.layers}.values()
+    largest = max((v.num_bytes for layer in kinds for v in layer.values if v.call >= 0), default=0)
+    return Link(rate, rate, 2 * max(offload.in_flight_bytes, largest))
 
 
 def _one_for_each_block(p: Profile, keeps: Keeps) -> Keeps:

@@ -7,7 +7,7 @@ from typing import Any
 
 from actmem.engine.cutting import smallest_cut
 from actmem.plan import Plan
-from actmem.planner.deciding import decisions
+from actmem.planner.deciding import decisions, inputs_sent
 from actmem.planner.simulating import Simulated, simulate
 from actmem.profiles import Layer, Profile
 
@@ -22,8 +22,9 @@ def follow(
     options: dict[str, Any] = {"exact": plan.exact}
     if plan.offload is not None:
         options |= {
+            "inputs_sent": inputs_sent(profile, plan),
             "min_offload_bytes": plan.offload.min_bytes,
-            "in_flight_bytes": under_way(profile, keeps, plan.offload.in_flight_bytes),
+            "in_flight_bytes": under_way(profile, plan, keeps),
         }
     first = simulate(profile, keeps, timeline=timeline, **options)
     offloads = [any(k == "offload" for k in keep) for keep in keeps]
@@ -41,16 +42,21 @@ def follow(
     return simulate(profile, keeps, forced=forced, timeline=timeline, **options)
 
 
-def under_way(profile: Profile, keeps: Sequence[Sequence[str]], in_flight_bytes: int) -> int:
+def under_way(profile: Profile, plan: Plan, keeps: Sequence[Sequence[str]]) -> int:
     """Return the most bytes that copies may take: the bound once for each direction, or one value if it is larger."""
+    if plan.offload is None:
+        return 0
+    given = inputs_sent(profile, plan)
+    kinds = {
+        (layer.kind, tuple(keep), sent): layer for layer, keep, sent in zip(profile.layers, keeps, given, strict=True)
+    }
     sent = [
-        layer.values[v].num_bytes
-        for layer, keep in zip(profile.layers, keeps, strict=True)
-        for call, k in zip(layer.calls, keep, strict=True)
-        for v in call.makes
-        if k == "offload"
+        value.num_bytes
+        for (_, keep, inputs), layer in kinds.items()
+        for value in layer.values
+        if (value.call >= 0 and keep[value.call] == "offload") or (inputs and value.kind == "input")
     ]
-    return 2 * max(in_flight_bytes, max(sent, default=0))
+    return 2 * max(plan.offload.in_flight_bytes, max(sent, default=0))
 
 
 class _Row:

@@ -11,7 +11,7 @@ from actmem.modes import Full, Mode, SaveEverything, Selective, every_second
 from actmem.plan import Plan
 from actmem.planner.choosing import dtypes_of, resolved
 from actmem.planner.costing import cost_seconds
-from actmem.planner.fitting import fit_profile
+from actmem.planner.fitting import fit_profile, named_keeps
 from actmem.planner.following import follow
 from actmem.planner.predicting import plan_of, prediction
 from actmem.planner.solve import smallest_peak
@@ -93,10 +93,11 @@ def frontier(
         modes.append(Point(name, found.peak_bytes, found.step_time_ratio, found.replayed_flops, plan))
     most, least = modes[0].peak_bytes, smallest_peak(profile)[0]
     points: dict[int, Point] = {}
+    named = named_keeps(profile)
     for nth in range(num_points):
         budget = least + (most - least) * nth // (num_points - 1)
         try:
-            plan = fit_profile([profile], budget, known)
+            plan = fit_profile([profile], budget, known, named=named)
         except BudgetError:  # the smallest peak is found, not proven: a hair may be missing
             continue
         assert plan.predicted is not None

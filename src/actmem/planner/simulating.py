@@ -37,6 +37,7 @@ def simulate(
     keeps: Sequence[Sequence[str]],
     *,
     exact: bool = False,
+    inputs_sent: Sequence[bool] | None = None,
     min_offload_bytes: int = 0,
     in_flight_bytes: int = 0,
     forced: Sequence[Mapping[int, str] | None] | None = None,
@@ -48,6 +49,7 @@ def simulate(
         profile: what the step does.
         keeps: for each layer, "save", "offload" or "" for each of its calls.
         exact: see `Emulated`.
+        inputs_sent: for each layer, whether what it is given is sent away.
         min_offload_bytes: smaller values stay.
         in_flight_bytes: how many bytes the copies under way may take, which are counted as if they did.
         forced: for each layer, the calls of its smallest cut.
@@ -62,6 +64,7 @@ def simulate(
                 keep,
                 walk.room,
                 exact=exact,
+                sends_inputs=inputs_sent is not None and inputs_sent[i],
                 min_offload_bytes=min_offload_bytes,
                 forced=None if cut is None else dict(cut),
             )

@@ -4,9 +4,10 @@ NOTE [ What is real in a fake step ]
 Activations and weights are fake: shapes and dtypes, no bytes. Integers and booleans stay real as long as nothing fake
 went into them: token ids, positions, masks. So a program that looks at them (is there padding? which documents?) takes
 the way that it takes in training. What a router would choose depends on numbers that a fake step does not have. Its
-choice is assumed, as real integers: balanced, or worst, so that the same experts get all. A balanced router is one that
-prefers no expert; what experts get by it still differs, so the first and the last, where a step's peak may be, are given
-three standard deviations more than the mean, and the ones between them as much less. Whatever sorts, counts and gathers by it then runs as it would.
+choice is assumed, as real integers: balanced, or worst, so that the same experts get all. A balanced router is one
+that prefers no expert. What experts get by it still differs, so the first and the last, where a step's peak may be, are
+given three standard deviations more than the mean, and the ones between them as much less. Whatever sorts, counts and
+gathers by it then runs as it would.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from actmem.errors import UnsupportedError
 from actmem.measuring.ledger import tensors_in
+from actmem.profiling.rebinding import rebind
 from actmem.torchcompat import FakeTensor, TorchDispatchMode, never_compile, without_fake_mode
 
 __all__ = ["Assuming", "fake_batch", "fake_copy"]
@@ -60,7 +62,9 @@ def fake_copy(
         if id(first) not in memo:
             memo[id(first)] = copy.deepcopy(first, memo)
         memo[id(other)] = memo[id(first)]
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    rebind(copied, {id(m): memo[id(m)] for m in model.modules() if isinstance(memo.get(id(m)), nn.Module)})
+    return copied
 
 
 def fake_batch(batch: Any, mode: Any, device: torch.device) -> Any:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from actmem.engine.calling import storages_of
 from actmem.engine.trees import tensors
-from actmem.errors import ModeError
+from actmem.errors import ModeError, UnsupportedError
 from actmem.profiles import Layer, Profile
 from actmem.profiling.chronicle import Chronicle
 from actmem.profiling.faking import Assuming, fake_batch, fake_copy
@@ -73,6 +74,12 @@ def profile(
             "the model is sharded already (its parameters are DTensors), and one rank's part of it cannot be profiled. "
             "Profile the model as it is before fully_shard(...), and say over how many ranks it will be: shard=N."
         )
+    wrapper = type(model).__name__
+    if fake and isinstance(model, (DataParallel, DistributedDataParallel)):
+        raise ModeError(
+            f"the model is wrapped in {wrapper}, which cannot be run on fake tensors. Profile and plan what it wraps, "
+            "model.module, and apply the plan before it is wrapped."
+        )
     found = find_blocks(model, blocks, scope)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     facts: dict[str, Any] = {
@@ -86,8 +93,10 @@ def profile(
     state, transient = optimizer_bytes(
         list(model.parameters()), optimizer, dtype=optimizer_dtype, together=device.type not in ("cpu", "meta")
     )
-    kept_in = optimizer_dtype or next((p.dtype for p in model.parameters()), None)
-    called = "none" if optimizer is None else f"{optimizer}, {str(kept_in).removeprefix('torch.')}"
+    trained = sorted(
+        {str(optimizer_dtype or p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
+    )
+    called = "none" if optimizer is None else f"{optimizer}, {' and '.join(trained) or 'nothing to train'}"
 
     def finished(seen: Profile) -> Profile:
         return sharded(with_optimizer(seen, called, state, transient), shard)
@@ -213,6 +222,13 @@ class _Step:
                 value.backward()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
                 self._note("phase", "end")
                 del out, value
+            if not self._blocks:
+                raise UnsupportedError(
+                    f"none of the {len(self._found)} blocks, {self._found[0].path} and so on, was run in the profiled "
+                    "step. Either the model does not call them, or its forward was replaced by a function that holds "
+                    "the original model. For the first, name the blocks that it calls: blocks='...'; for the second, "
+                    "profile for real: fake=False."
+                )
             self._gradients = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
         finally:
             for block in self._found:

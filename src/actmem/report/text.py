@@ -5,12 +5,11 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from actmem.amounts import size
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from actmem.report.compiled import CompiledGraph
     from actmem.report.summary import KindReport, Report
 
@@ -19,6 +18,8 @@ __all__ = ["paths_of", "render", "size"]
 
 def render(report: Report, *, width: int = 140) -> str:
     """Write a report as text."""
+    from rich.console import Console
+
     out = io.StringIO()
     console = Console(file=out, width=width, highlight=False)
     console.print(str(report.plan).rstrip(), markup=False)
@@ -81,6 +82,8 @@ def render(report: Report, *, width: int = 140) -> str:
 
 
 def _table(kind: KindReport) -> Table:
+    from rich.table import Table
+
     table = Table(title=f"{paths_of(kind.paths)}: {kind.kind}", title_justify="left", show_edge=False)
     for name, justify in (("module", "left"), ("operator", "left"), ("shape", "left"), ("dtype", "left")):
         table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
@@ -109,6 +112,8 @@ def _table(kind: KindReport) -> Table:
 
 
 def _graph_table(graph: CompiledGraph) -> Table:
+    from rich.table import Table
+
     also = f", which serves {paths_of(graph.shared_with)} too" if graph.shared_with else ""
     table = Table(
         title=f"{paths_of(graph.blocks) if graph.blocks else 'no block'}: a compiled graph{also}",

@@ -6,9 +6,6 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
-
 from actmem.engine.tracing import Traced, subsumed
 from actmem.plan import Rule
 from actmem.report.text import paths_of, size
@@ -37,6 +34,9 @@ class Trace:
     """Targets that covered nothing which other targets of the plan do not cover."""
 
     def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
         out = io.StringIO()
         console = Console(file=out, width=140, highlight=False)
         for block in self.blocks:

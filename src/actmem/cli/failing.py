@@ -1,0 +1,81 @@
+"""What a command says when it fails, and the exit code that goes with it.
+
+NOTE [ Exit codes ]
+    0    it worked, and the answer is yes
+    1    the answer is no: a step differs, a problem was found, a budget cannot be kept, a message is not known
+    2    the command was wrong: an argument, a name, a file
+    3    the model could not be built or run
+    130  interrupted
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import traceback
+from pathlib import Path
+
+from actmem.errors import ActmemError, BudgetError, DeviceError, ModeError, StructureError
+
+__all__ = ["ANSWER_IS_NO", "INTERRUPTED", "MODEL_FAILED", "WRONG_COMMAND", "exit_code", "shown_message", "users_part"]
+
+ANSWER_IS_NO, WRONG_COMMAND, MODEL_FAILED, INTERRUPTED = 1, 2, 3, 130
+
+_OPTIONS = (
+    "budget",
+    "device",
+    "offload",
+    "shard",
+    "microbatches",
+    "optimizer",
+    "sequence",
+    "batch",
+    "blocks",
+    "layers",
+)
+_ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})=(?:'([^']*)'|\"([^\"]*)\"|(\w+(?:\.\w+)*))")
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of an error. See NOTE [ Exit codes ].
+
+    >>> exit_code(ModeError("x")), exit_code(BudgetError("x")), exit_code(RuntimeError("x"))
+    (2, 1, 3)
+    """
+    if isinstance(error, BudgetError):
+        return ANSWER_IS_NO
+    return WRONG_COMMAND if isinstance(error, (ModeError, DeviceError, StructureError)) else MODEL_FAILED
+
+
+def shown_message(error: BaseException) -> str:
+    """Write the message of an error for the command line: its arguments as options.
+
+    >>> shown_message(ModeError("Name the device too, as in device='h100-80gb', or shard=8."))
+    'Name the device too, as in --device h100-80gb, or --shard 8.'
+    """
+    text = str(error) or type(error).__name__
+    if not isinstance(error, ActmemError):
+        return text
+    text = text.replace("offload='host' or 'disk'", "offload='host' or offload='disk'")
+    if "Pass loss=" in text:
+        text += " On the command line: let package.module:function return (model, batch, loss)."
+    return _ARGUMENT.sub(lambda m: f"--{m[1]} {m[2] or m[3] or m[4]}", text)
+
+
+def users_part(error: BaseException) -> str:
+    """Write the traceback of an error without the frames of actmem, torch and the import system.
+
+    >>> print(users_part(ValueError("wrong")))
+    ValueError: wrong
+    None of your code was running: please report this, with what --traceback shows.
+    """
+    import torch
+
+    ours = _PACKAGE, str(Path(torch.__file__).parent), str(Path(importlib.__file__).parent), "<frozen "
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    head = ["Traceback (most recent call last, your part):\n", *traceback.format_list(frames)]
+    what = "".join(traceback.format_exception_only(error)).rstrip()
+    if not frames:
+        return f"{what}\nNone of your code was running: please report this, with what --traceback shows."
+    return "".join(head) + f"{what}\nThe model could not be built or run; --traceback shows every frame."

@@ -1,0 +1,79 @@
+"""`actmem largest`: the longest sequence, or the largest batch, that fits."""
+
+from __future__ import annotations
+
+import actmem
+from actmem.amounts import size
+from actmem.cli.commands import Largest
+from actmem.cli.devices import device_shown
+from actmem.cli.loading import Batch, load
+from actmem.cli.schema import LargestShown
+from actmem.cli.screen import Screen, ratio_text
+from actmem.cli.shared import chosen_device, described, document_of, measured, options_of
+from actmem.errors import ModeError
+
+__all__ = ["run", "show"]
+
+
+def run(asked: Largest, screen: Screen) -> tuple[LargestShown, int]:
+    """Look for the largest size, by doubling and halving."""
+    given = asked.sequence if asked.vary == "sequence" else asked.batch
+    if given is not None:
+        raise ModeError(f"--{asked.vary} {given} stands beside --vary {asked.vary}, which looks for it. Leave it out.")
+    chosen = chosen_device(asked.device)
+    loaded = load(asked)
+    device = measured(chosen, loaded.model)
+
+    def make_batch(n: int) -> Batch:
+        return loaded.make_batch(*((n, asked.batch) if asked.vary == "sequence" else (asked.sequence, n)))
+
+    with screen.progress(f"trying sizes of the {asked.vary}") as told:
+        num_tried = 0
+
+        def tried(_: int, __: bool) -> None:
+            nonlocal num_tried
+            num_tried += 1
+            told(num_tried, None)
+
+        found = actmem.largest(
+            loaded.model,
+            make_batch,
+            budget=asked.budget,
+            device=device,
+            vary=asked.vary,
+            loss=loaded.loss,
+            step=asked.step,
+            most=asked.most,
+            progress=tried,
+            offload=asked.offload,
+            headroom=asked.headroom,
+            **options_of(asked),
+        )
+    p = found.plan.predicted
+    assert p is not None
+    profile = actmem.profile(loaded.model, make_batch(found.size), loss=loaded.loss, **options_of(asked))
+    shown = LargestShown(
+        model=described(loaded.name, loaded.source, loaded.model, profile),
+        device=device_shown(device),
+        vary=asked.vary,
+        size=found.size,
+        refused=found.refused,
+        budget_bytes=p.budget_bytes,
+        peak_bytes=p.peak_bytes,
+        step_time_ratio=p.step_time_ratio,
+        plan=document_of(found.plan),
+    )
+    return shown, 0
+
+
+def show(shown: LargestShown, screen: Screen) -> None:
+    """Print the outcome."""
+    refused = "nothing larger was tried" if shown.refused is None else f"{shown.refused} does not fit"
+    screen.out.print(f"[bold]{shown.vary} {shown.size}[/] fits; {refused}")
+    screen.out.print(
+        f"{shown.model.name} on {shown.device.name}: predicted peak {size(shown.peak_bytes)} of "
+        f"{size(shown.budget_bytes)}, step {ratio_text(shown.step_time_ratio)} of saving everything",
+        markup=False,
+    )
+    again = f"actmem fit {shown.model.name} --{shown.vary} {shown.size} --device {shown.device.key} --budget ..."
+    screen.out.print(f"its plan: {again} --out plan.json", markup=False)

@@ -1,0 +1,284 @@
+"""From what was typed to a model and a batch.
+
+A model is built in, or described by a `config.json` of transformers, or made by a function of the user's. Models that
+only have to be planned for are built on the meta device, where weights take no memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from actmem import catalogue
+from actmem.amounts import size
+from actmem.catalogue import VisionConfig
+from actmem.cli.commands import Loading
+from actmem.errors import ModeError, UnsupportedError
+from actmem.offloading.host import available_bytes
+from actmem.ops import did_you_mean
+
+__all__ = ["Loaded", "load", "runs_on"]
+
+Batch = dict[str, Any] | tuple[Any, ...]
+_SEQUENCE, _TINY_SEQUENCE = 8192, 64
+_STATES = 4
+"""Parameters, gradients and two states of AdamW: what a model takes at the least, in sizes of its parameters."""
+_FORMS = (
+    "a built-in name ({names}), tiny:NAME for its small form, the path of a config.json, or package.module:function"
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that can be called with its batch."""
+
+    name: str
+    """As it was typed."""
+    source: Literal["built-in", "tiny", "config", "function"]
+    model: nn.Module
+    batch: Batch
+    make_batch: Callable[[int | None, int | None], Batch]
+    """Makes a batch of other sizes: sequence, batch."""
+    loss: Callable[[Any], Tensor] | None = None
+    """A function of the output, where the model does not return its loss."""
+
+
+def load(asked: Loading, *, place: str = "meta", untouched: bool = False) -> Loaded:
+    """Build the model that was asked for, in training mode, and a batch for it.
+
+    Args:
+        asked: the model and the sizes of the batch, as they were typed.
+        place: "meta" if nothing is to be run; otherwise the device to run on.
+        untouched: leave `use_cache` of a config on, where it is; otherwise no cache is filled in training.
+
+    Raises:
+        ModeError: there is no such model, or it does not take one of the options.
+        UnsupportedError: it cannot be built here.
+    """
+    name = asked.model
+    for what, number in (("sequence", asked.sequence), ("batch", asked.batch)):
+        if number is not None and number < 1:
+            raise ModeError(f"--{what} {number} is not permitted. Expected a whole number of at least 1.")
+    if name in catalogue.names() or name.startswith("tiny:"):
+        return _built_in(asked, place)
+    if name.endswith(".json") or Path(name).exists():
+        return _from_config(asked, place, untouched=untouched)
+    return _from_function(asked, place) if ":" in name else _built_in(asked, place)
+
+
+def runs_on(asked: str | None) -> str:
+    """Return the device that real steps run on: the accelerator if there is one and none was asked for.
+
+    >>> runs_on("cpu")
+    'cpu'
+
+    Raises:
+        ModeError: torch knows no such device, or there is none here.
+    """
+    if asked is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if found is None else found.type
+    try:
+        torch.empty(1, device=asked)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = str(error).splitlines()[0]
+        raise ModeError(f"--on {asked} cannot be used here: {first} Write --on cpu, or leave it out.") from None
+    return asked
+
+
+# --- built-in models --------------------------------------------------------------------------------------------------
+
+
+def _built_in(asked: Loading, place: str) -> Loaded:
+    is_tiny = asked.model.startswith("tiny:")
+    name = asked.model.removeprefix("tiny:")
+    if name not in catalogue.names():
+        forms = _FORMS.format(names=", ".join(catalogue.names()))
+        raise ModeError(f"there is no model {asked.model!r}. Expected {forms}.{did_you_mean(name, catalogue.names())}")
+    config = catalogue.tiny(name) if is_tiny else catalogue.find(name)
+    dtype = _dtype(asked, "float32" if is_tiny else config.dtype)
+    usual = None if isinstance(config, VisionConfig) else _TINY_SEQUENCE if is_tiny else _SEQUENCE
+
+    def make_batch(sequence: int | None, batch: int | None) -> Batch:
+        return catalogue.example(config, batch=batch or 1, sequence=sequence or usual, device=place)
+
+    batch = make_batch(asked.sequence, asked.batch)
+    if place != "meta":
+        _check_room(catalogue.build(config, dtype=dtype), asked.model, place)
+    model = catalogue.build(config, device=place, dtype=dtype).train()
+    return Loaded(asked.model, "tiny" if is_tiny else "built-in", model, batch, make_batch)
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+
+def _from_config(asked: Loading, place: str, *, untouched: bool) -> Loaded:
+    path = Path(asked.model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ModeError(f"there is no file {str(path)!r}. Name a config.json of transformers that is there.")
+    try:
+        library: Any = importlib.import_module("transformers")  # only here: it is not required
+    except ImportError:
+        raise UnsupportedError(
+            f"{str(path)!r} describes a model of transformers, which is not installed. Run: pip install transformers"
+        ) from None
+    try:
+        config: Any = library.AutoConfig.from_pretrained(str(path))
+    except (ValueError, OSError, KeyError) as error:
+        raise ModeError(
+            f"{str(path)!r} is no config of transformers: {str(error).splitlines()[0]} Expected a config.json with a "
+            "model_type that transformers knows."
+        ) from None
+    config.use_cache = untouched and getattr(config, "use_cache", False)
+    given: Any = getattr(config, "dtype", None)
+    dtype = _dtype(asked, str(given).removeprefix("torch.") if given is not None else "bfloat16")
+
+    def built(where: str) -> nn.Module:
+        with torch.device(where):
+            return library.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+    try:
+        model = built("meta")
+    except ValueError as error:  # transformers has no language model of this type
+        raise ModeError(
+            f"{str(path)!r} is not a causal language model: {str(error).splitlines()[0][:200]} Write a function that "
+            "builds the model and a batch, and name it as package.module:function."
+        ) from None
+    if place != "meta":
+        _check_room(model, asked.model, place)
+        model = built(place)
+    text: Any = config.get_text_config()
+    usual = min(_SEQUENCE, getattr(text, "max_position_embeddings", None) or _SEQUENCE)
+
+    def make_batch(sequence: int | None, batch: int | None) -> Batch:
+        return _tokens(text.vocab_size, sequence or usual, batch or 1, place)
+
+    return Loaded(asked.model, "config", model.train(), make_batch(asked.sequence, asked.batch), make_batch)
+
+
+def _tokens(vocab_size: int, sequence: int, batch: int, place: str) -> Batch:
+    shape = batch, sequence
+    if place == "meta":
+        ids = torch.empty(shape, dtype=torch.int64, device="meta")
+    else:
+        ids = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(place)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+# --- functions of the user's ------------------------------------------------------------------------------------------
+
+
+def _from_function(asked: Loading, place: str) -> Loaded:
+    function = _function(asked.model)
+    takes = set(inspect.signature(function).parameters)
+
+    def call(sequence: int | None, batch: int | None) -> tuple[Any, Batch | None, Any]:
+        given = {"sequence": sequence, "batch": batch}
+        for what, number in given.items():
+            if number is not None and what not in takes:
+                raise ModeError(
+                    f"--{what} {number} was given, but {asked.model} takes no argument {what!r}. Leave it out, or "
+                    f"write def {function.__name__}({what})."
+                )
+        return _parts(function(**{k: v for k, v in given.items() if v is not None}), asked.model)
+
+    model, batch, loss = call(asked.sequence, asked.batch)
+    if asked.dtype is not None:
+        model = model.to(_dtype(asked, ""))
+    if place != "meta":
+        if any(p.is_meta for p in model.parameters()):
+            raise ModeError(
+                f"{asked.model} returned a model on the meta device, which cannot be run. Build it with weights, or "
+                "plan for it: actmem fit."
+            )
+        model = model.to(place)
+
+    def make_batch(sequence: int | None, batch: int | None) -> Batch:
+        return _checked(call(sequence, batch)[1], asked.model)
+
+    return Loaded(asked.model, "function", model.train(), _moved(_checked(batch, asked.model), place), make_batch, loss)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise  # something that the module itself imports
+        raise ModeError(
+            f"there is no module {error.name!r}, for {name!r}. It is looked for in this folder and among what is "
+            "installed. Write package.module:function."
+        ) from None
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+        raise ModeError(
+            f"{module_name} has no function {attribute!r}. It has: {', '.join(own) or 'none'}."
+            f"{did_you_mean(attribute, own)}"
+        )
+    return found
+
+
+def _parts(found: Any, name: str) -> tuple[nn.Module, Batch | None, Callable[[Any], Tensor] | None]:
+    parts = list(cast(tuple[Any, ...], found)) if isinstance(found, tuple) else [found]
+    model, batch, loss = (*parts, None, None, None)[:3]
+    if len(parts) > 3 or not isinstance(model, nn.Module) or (loss is not None and not callable(loss)):
+        kinds = ", ".join(type(part).__name__ for part in parts) or "nothing"
+        raise ModeError(
+            f"{name} returned {kinds}. Expected a model, (model, batch) or (model, batch, loss), where the batch is a "
+            "dict for model(**batch) or a tuple for model(*batch)."
+        )
+    return model, cast(Batch | None, batch), cast(Callable[[Any], Tensor] | None, loss)
+
+
+def _checked(batch: Any, name: str) -> Batch:
+    if isinstance(batch, (dict, tuple)):
+        return cast(Batch, batch)
+    found = "no batch" if batch is None else f"a {type(batch).__name__} as batch"
+    raise ModeError(
+        f"{name} returned a model and {found}. Return (model, batch), where the batch is a dict for model(**batch) or "
+        "a tuple for model(*batch)."
+    )
+
+
+def _moved(batch: Any, place: str) -> Any:
+    if place == "meta":
+        return batch
+    if isinstance(batch, dict):
+        return {k: _moved(v, place) for k, v in cast(dict[Any, Any], batch).items()}
+    if isinstance(batch, (tuple, list)):
+        made: Any = type(cast(object, batch))
+        return made(_moved(v, place) for v in cast(list[Any], batch))
+    return batch.to(place) if isinstance(batch, Tensor) else batch
+
+
+# --- what all need ----------------------------------------------------------------------------------------------------
+
+
+def _dtype(asked: Loading, usual: str) -> torch.dtype:
+    return cast(torch.dtype, getattr(torch, asked.dtype or usual))
+
+
+def _check_room(model: nn.Module, name: str, place: str) -> None:
+    """Refuse to build weights that cannot be trained here."""
+    needed = _STATES * sum(p.nbytes for p in model.parameters())
+    room = available_bytes() if torch.device(place).type == "cpu" else torch.accelerator.get_memory_info()[0]
+    if room is not None and needed > room:
+        small = f", or run its small form: tiny:{name}" if name in catalogue.names() else ""
+        raise ModeError(
+            f"{name} needs at least {size(needed)} for parameters, gradients and optimizer state, and {size(room)} are "
+            f"free on {place}. Plan for it instead, which takes no memory: actmem fit {name}{small}."
+        )

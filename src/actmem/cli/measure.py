@@ -1,0 +1,181 @@
+"""`actmem measure` and `actmem verify`: real steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import actmem
+from actmem.amounts import size
+from actmem.cli.commands import Measure, Verify
+from actmem.cli.failing import ANSWER_IS_NO
+from actmem.cli.loading import Loaded, load, runs_on
+from actmem.cli.naming import FORMS, the_mode
+from actmem.cli.schema import Measured, MeasureShown, VerifyShown
+from actmem.cli.screen import Screen, flops_text, seconds_text, table
+from actmem.cli.shared import described
+from actmem.errors import ModeError, SelfCheckError
+from actmem.modes import Mode, SaveEverything
+from actmem.plan import Plan
+from actmem.planner.following import follow
+from actmem.planner.predicting import plan_of
+from actmem.profiles import Profile
+from actmem.profiling.stepping import loss_of
+
+__all__ = ["run", "run_verify", "show", "show_verify"]
+
+_NUM_TIMED = 3
+
+
+def run(asked: Measure, screen: Screen) -> tuple[MeasureShown, int]:
+    """Train a few steps, plain and under a mode, and count."""
+    mode = the_mode(asked.mode, asked.plan)
+    place = runs_on(asked.on)
+    with screen.progress("building the model"):
+        loaded = load(asked, place=place)
+        optimizer = None if asked.optimizer == "none" else asked.optimizer
+        profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, blocks=asked.blocks, optimizer=optimizer)
+    with screen.progress("training plain"):
+        plain = _measured(loaded, asked, None, profile)
+    managed = None
+    if mode is not None:
+        with screen.progress("training under the mode"):
+            managed = _measured(loaded, asked, mode, profile)
+    shown = MeasureShown(
+        model=described(loaded.name, loaded.source, loaded.model, profile),
+        on=place,
+        mode=_named(mode),
+        plain=plain,
+        under_mode=managed,
+    )
+    return shown, 0
+
+
+def _named(mode: Mode | Plan | None) -> str | None:
+    return mode.mode if isinstance(mode, Plan) else None if mode is None else repr(mode)
+
+
+def _measured(loaded: Loaded, asked: Measure, mode: Mode | Plan | None, profile: Profile) -> Measured:
+    model, batch = loaded.model, loaded.batch
+    optimizer = _optimizer(asked.optimizer, list(model.parameters()))
+
+    def step() -> None:
+        out: Any = model(**batch) if isinstance(batch, dict) else model(*batch)
+        value = loss_of(out, loaded.loss)
+        value.backward()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
+        if optimizer is not None:
+            optimizer.step()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
+        model.zero_grad()
+
+    with contextlib.ExitStack() as stack:
+        if mode is not None:
+            stack.enter_context(actmem.apply(model, mode, blocks=asked.blocks))
+        model.zero_grad()
+        for _ in range(
+            2
+        ):  # the first step observes, and makes the optimizer's state; the second knows the smallest cuts
+            step()
+        found = actmem.measure(step, model=model, optimizer=optimizer)
+        seconds = median(_seconds(step) for _ in range(_NUM_TIMED))
+    return Measured(
+        peak_bytes=found.peak_bytes,
+        predicted_bytes=follow(profile, plan_of(profile, SaveEverything() if mode is None else mode)).peak_bytes,
+        saved_bytes=found.saved_bytes,
+        by_category=found.by_category,
+        peak_at=str(found.peak_op or "the start"),
+        forward_flops=found.forward_flops,
+        backward_flops=found.backward_flops,
+        replayed_flops=found.replayed_flops,
+        num_replayed=found.num_replayed_ops,
+        seconds=seconds,
+    )
+
+
+def _optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
+    if name == "none":
+        return None
+    kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    return kinds[name]([p for p in parameters if p.requires_grad], lr=1e-4)
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    started = perf_counter()
+    step()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return perf_counter() - started
+
+
+def show(shown: MeasureShown, screen: Screen) -> None:
+    """Print the outcome as a table."""
+    columns = {"plain": shown.plain} | ({} if shown.under_mode is None else {str(shown.mode): shown.under_mode})
+    made = table(f"one step of {shown.model.name} on {shown.on}", "", *columns)
+    rows: list[tuple[str, list[str]]] = [
+        ("measured peak", [size(m.peak_bytes) for m in columns.values()]),
+        *(
+            (f"  {category.replace('_', ' ')}", [size(m.by_category[category]) for m in columns.values()])
+            for category in shown.plain.by_category
+        ),
+        ("predicted peak", [size(m.predicted_bytes) for m in columns.values()]),
+        ("saved for backward", [size(m.saved_bytes) for m in columns.values()]),
+        ("forward", [flops_text(m.forward_flops) for m in columns.values()]),
+        ("backward", [flops_text(m.backward_flops) for m in columns.values()]),
+        ("replayed", [f"{flops_text(m.replayed_flops)}, {m.num_replayed} operators" for m in columns.values()]),
+        ("time of a step", [seconds_text(m.seconds) for m in columns.values()]),
+    ]
+    for name, cells in rows:
+        made.add_row(name, *cells)
+    screen.out.print(made)
+    for name, m in columns.items():
+        screen.out.print(f"peak of {name}: at {m.peak_at}", markup=False)
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+def run_verify(asked: Verify, screen: Screen) -> tuple[VerifyShown, int]:
+    """Compare one step under a mode with a plain one."""
+    mode = the_mode(asked.mode, asked.plan)
+    if mode is None:
+        raise ModeError(f"nothing was named to verify. Write --mode with one of {', '.join(FORMS)}, or --plan FILE.")
+    place = runs_on(asked.on)
+    with screen.progress("building the model"):
+        loaded = load(asked, place=place)
+        profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, blocks=asked.blocks)
+    saved_bytes, num_replayed = 0, 0
+    with screen.progress("running two steps"):
+        try:
+            found = actmem.verify(
+                loaded.model, loaded.batch, mode, loss=loaded.loss, blocks=asked.blocks, seed=asked.seed
+            )
+            difference = found.difference
+            saved_bytes, num_replayed = found.report.saved_bytes, found.report.num_replayed
+        except SelfCheckError as error:
+            difference = str(error)
+    shown = VerifyShown(
+        model=described(loaded.name, loaded.source, loaded.model, profile),
+        on=place,
+        mode=str(_named(mode)),
+        equal=difference is None,
+        difference=difference,
+        saved_bytes=saved_bytes,
+        num_replayed=num_replayed,
+    )
+    return shown, 0 if shown.equal else ANSWER_IS_NO
+
+
+def show_verify(shown: VerifyShown, screen: Screen) -> None:
+    """Print the verdict."""
+    did = f"{size(shown.saved_bytes)} saved, {shown.num_replayed} operators replayed"
+    name = f"{shown.model.name} on {shown.on}, {shown.mode}"
+    if shown.equal:
+        screen.out.print("[green]equal[/] to the bit: loss, gradients, buffers, names and the random state of a step")
+        screen.out.print(f"{name}: {did}", markup=False)
+    else:
+        screen.out.print("[red]differs[/] from a plain step")
+        screen.out.print(f"{name}: {shown.difference}", markup=False)

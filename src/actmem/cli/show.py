@@ -1,0 +1,175 @@
+"""`actmem show`: what a mode or a plan does to each value of each block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import actmem
+from actmem.amounts import size
+from actmem.cli.commands import Show
+from actmem.cli.loading import load
+from actmem.cli.naming import FORMS, the_mode
+from actmem.cli.parts import parts_of, parts_text
+from actmem.cli.schema import Group, Row, ShowShown
+from actmem.cli.screen import Screen, flops_text, ratio_text, seconds_text, table
+from actmem.cli.shared import chosen_device, described, measured
+from actmem.errors import ModeError
+from actmem.plan import Plan
+from actmem.planner.costing import cost_seconds
+from actmem.planner.deciding import decisions
+from actmem.planner.predicting import plan_of, prediction
+from actmem.planner.simulating import Simulated
+from actmem.profiles import Layer, Profile
+
+__all__ = ["run", "show"]
+
+
+def run(asked: Show, screen: Screen) -> tuple[ShowShown, int]:
+    """Follow one step, and say what becomes of each value."""
+    mode = the_mode(asked.mode, asked.plan)
+    if mode is None:
+        raise ModeError(f"nothing was named to show. Write --mode with one of {', '.join(FORMS)}, or --plan FILE.")
+    chosen = None if asked.device is None else chosen_device(asked.device)
+    with screen.progress("following one step"):
+        loaded = load(asked)
+        device = None if asked.device is None else measured(chosen, loaded.model)
+        optimizer = None if asked.optimizer == "none" else asked.optimizer
+        profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, blocks=asked.blocks, optimizer=optimizer)
+        plan = plan_of(profile, mode)
+        parts, simulated = parts_of(profile, plan)
+    seconds = None if device is None else cost_seconds(profile, device)
+    found = prediction(profile, simulated, seconds or [0.0] * len(profile.costs))
+    shown = ShowShown(
+        model=described(loaded.name, loaded.source, loaded.model, profile),
+        mode=plan.mode if asked.plan is None else f"FromPlan({str(asked.plan)!r})",
+        device=None if device is None else device.name,
+        peak_bytes=found.peak_bytes,
+        peak_at=f"{found.peak_op}{f' in {found.peak_block}' if found.peak_block else ''}",
+        parts=parts,
+        saved_bytes=found.saved_bytes,
+        replayed_flops=found.replayed_flops,
+        num_replayed=found.num_replayed,
+        sent_bytes=found.sent_bytes,
+        step_time_ratio=None if device is None else found.step_time_ratio,
+        groups=_groups(profile, plan, simulated, seconds, asked.min_bytes),
+    )
+    return shown, 0
+
+
+def _groups(
+    profile: Profile, plan: Plan, simulated: Simulated, seconds: list[float] | None, min_bytes: int
+) -> tuple[Group, ...]:
+    """Put layers together that do the same under the same decisions."""
+    keeps = decisions(profile, plan)
+    known: dict[Any, tuple[Row, ...]] = {}
+    same: dict[tuple[Row, ...], list[str]] = {}
+    for nth, layer in enumerate(profile.layers):
+        key = layer.kind, tuple(keeps[nth]), simulated.held[nth], simulated.replayed[nth]
+        if key not in known:
+            known[key] = tuple(_rows(profile, plan, nth, keeps[nth], simulated, seconds))
+        same.setdefault(known[key], []).append(layer.path)
+    return tuple(
+        Group(
+            layers=tuple(layers),
+            held_bytes=sum(row.held_bytes for row in rows),
+            replayed_flops=sum(row.flops for row in rows if row.outcome == "replayed"),
+            rows=tuple(row for row in rows if row.num_bytes >= min_bytes),
+        )
+        for rows, layers in same.items()
+    )
+
+
+def _rows(
+    profile: Profile, plan: Plan, nth: int, keep: Sequence[str], simulated: Simulated, seconds: list[float] | None
+) -> list[Row]:
+    layer, held = profile.layers[nth], set(simulated.held[nth])
+    replayed, whys = set(simulated.replayed[nth]), simulated.whys[nth]
+    sent = 1 << 62 if plan.offload is None else max(1, plan.offload.min_bytes)
+    rows = [
+        _given(value.num_bytes, sent=whys[v] == "offload" and value.num_bytes >= sent)
+        for v, value in enumerate(layer.values)
+        if value.kind == "input" and v in held
+    ]
+    for index, call in enumerate(layer.calls):
+        if not call.makes:  # a view
+            continue
+        made = [layer.values[v].num_bytes for v in call.makes]
+        kept = [v for v in call.makes if v in held]
+        cost = profile.costs[call.cost]
+        away = bool(kept) and any(whys[v] == "offload" and layer.values[v].num_bytes >= sent for v in kept)
+        rows.append(
+            Row(
+                op=call.op,
+                module=call.module,
+                num_bytes=sum(made),
+                dtype=cost.dtype,
+                decision="recompute" if not keep[index] else "save" if keep[index] == "save" else "offload",
+                outcome="sent away" if away else "held" if kept else "replayed" if index in replayed else "not needed",
+                held_bytes=0 if away else sum(layer.values[v].num_bytes for v in kept),
+                flops=cost.flops,
+                seconds=None if seconds is None else seconds[call.cost],
+                why=_why(layer, call.makes),
+            )
+        )
+    return rows
+
+
+def _given(num_bytes: int, *, sent: bool) -> Row:
+    return Row(
+        op="input",
+        module="",
+        num_bytes=num_bytes,
+        dtype="",
+        decision="given",
+        outcome="sent away" if sent else "held",
+        held_bytes=0 if sent else num_bytes,
+        flops=0,
+        seconds=None,
+        why=None,
+    )
+
+
+def _why(layer: Layer, values: Sequence[int]) -> str | None:
+    return next((layer.values[v].why for v in values if layer.values[v].why), None)
+
+
+# --- for readers ------------------------------------------------------------------------------------------------------
+
+_COLOURS = {"held": "green", "replayed": "yellow", "sent away": "cyan", "not needed": "dim"}
+
+
+def show(shown: ShowShown, screen: Screen) -> None:
+    """Print the outcome as tables."""
+    out = screen.out
+    out.print(f"{shown.model.name} under {shown.mode}\n", markup=False)
+    for group in shown.groups:
+        out.print(_table(group, timed=shown.device is not None))
+    ratio = "" if shown.step_time_ratio is None else f", step {ratio_text(shown.step_time_ratio)} of saving everything"
+    sent = f", {size(shown.sent_bytes)} sent away" if shown.sent_bytes else ""
+    out.print(
+        f"predicted peak  {size(shown.peak_bytes)}, at {shown.peak_at}\n"
+        f"  of it         {parts_text(shown.parts)}\n"
+        f"a step          saves {size(shown.saved_bytes)} for backward, replays {shown.num_replayed} operators "
+        f"({flops_text(shown.replayed_flops)}){sent}{ratio}",
+        markup=False,
+    )
+
+
+def _table(group: Group, *, timed: bool) -> object:
+    first, last, num = group.layers[0], group.layers[-1], len(group.layers)
+    which = first if num == 1 else f"{num} equal layers, {first} ... {last}"
+    each = "" if num == 1 else "each "
+    title = f"{which}: {each}holds {size(group.held_bytes)}, replays {flops_text(group.replayed_flops)}"
+    made = table(title, "operator", "module", "decision", "outcome", "bytes", "cost", num_texts=4)
+    for row in group.rows:
+        cost = seconds_text(row.seconds) if timed and row.seconds is not None else flops_text(row.flops)
+        made.add_row(
+            row.op.removesuffix(".default"),
+            row.module or "-",
+            row.decision if row.why is None else f"{row.decision} ({row.why})",
+            f"[{_COLOURS[row.outcome]}]{row.outcome}[/]",
+            size(row.num_bytes),
+            cost,
+        )
+    return made

@@ -1,0 +1,133 @@
+"""Known defects of other libraries, by version, and when they matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from torch import nn
+
+from actmem.diagnosis.findings import Finding, Severity
+from actmem.diagnosis.regions import Case
+from actmem.modes import CompilerBudget
+
+__all__ = ["BUGS", "Bug", "is_before", "known_bugs", "version_of"]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A defect, the versions that have it, and the settings under which it matters."""
+
+    package: str
+    fixed: str | None
+    """The first version without it; None if none is known."""
+    severity: Severity
+    matters: Callable[[Case], str | None]
+    """Says what was found, or None."""
+    why: str
+    change: str
+    actmem: str
+
+
+def _sharded_inputs(case: Case) -> str | None:
+    return f"FSDP ({case.setup.fsdp}) with {case.checkpointing}" if case.setup.fsdp and case.checkpointing else None
+
+
+def _rrelu(case: Case) -> str | None:
+    if case.checkpointing is None or case.reentrant is not None:
+        return None
+    return next((f"RReLU at {p} with {case.checkpointing}" for p, m in case.modules if isinstance(m, nn.RReLU)), None)
+
+
+def _compiler_budget(case: Case) -> str | None:
+    if not isinstance(case.mode, CompilerBudget) or case.mode.fraction >= 1:
+        return None
+    drawn = next((p for p, m in case.modules if isinstance(m, nn.Dropout | nn.RReLU) and _draws(m)), None)
+    return None if drawn is None else f"{case.mode!r} with random numbers at {drawn}"
+
+
+def _draws(module: nn.Module) -> bool:
+    return bool(getattr(module, "p", 1.0))
+
+
+BUGS: tuple[Bug, ...] = (
+    Bug(
+        "torch",
+        "2.13",
+        "problem",
+        _sharded_inputs,
+        "FSDP2 of this torch does not cast the inputs again in recomputation: “have different metadata”, bfloat16 "
+        "against float32 (https://github.com/pytorch/pytorch/issues/159359).",
+        "Use torch 2.13 or newer, or wrap for checkpointing before fully_shard.",
+        "actmem needs torch 2.13, and replays the casts that ran.",
+    ),
+    Bug(
+        "torch",
+        None,
+        "problem",
+        _rrelu,
+        "RReLU gives wrong gradients under non-reentrant checkpointing, without an error "
+        "(https://github.com/pytorch/pytorch/issues/193671, open).",
+        "Use LeakyReLU there, or leave that block out.",
+        "Replayed with the numbers that were drawn: gradients are exact.",
+    ),
+    Bug(
+        "torch",
+        None,
+        "problem",
+        _compiler_budget,
+        "Below 1.0 torch.compile's budget may draw dropout masks anew in backward: wrong gradients, without an error "
+        "(https://github.com/pytorch/pytorch/issues/190758, open).",
+        "Write CompilerBudget(1.0), or use another mode.",
+        "actmem.Budget('20GiB') keeps a number of bytes and every mask.",
+    ),
+)
+
+
+def known_bugs(case: Case) -> Iterator[Finding]:
+    """Look for defects that the versions in use have, and that matter here."""
+    for bug in BUGS:
+        installed = version_of(case, bug.package)
+        if installed is None or (bug.fixed is not None and not is_before(installed, bug.fixed)):
+            continue
+        if (found := bug.matters(case)) is not None:
+            yield Finding(
+                check="known-bugs",
+                severity=bug.severity,
+                found=f"{found}, and {bug.package} {installed}",
+                why=bug.why,
+                change=bug.change,
+                actmem=bug.actmem,
+            )
+
+
+def version_of(case: Case, package: str) -> str | None:
+    """Return the version of a package, as given or as installed; None if it is neither."""
+    if package in case.versions:
+        return case.versions[package]
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def is_before(left: str, right: str) -> bool:
+    """Compare the numbers of two versions.
+
+    >>> is_before("2.12.1", "2.13"), is_before("2.13.0+cpu", "2.13"), is_before("0.19.2", "0.19.2")
+    (True, False, False)
+    """
+    return _numbers(left) < _numbers(right)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers: list[int] = []
+    for part in text.split("+", maxsplit=1)[0].split("."):
+        digits = "".join(c for c in part if c.isdigit())
+        if not digits:
+            break
+        numbers.append(int(digits))
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)

@@ -1,0 +1,111 @@
+"""Running the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from actmem.diagnosis import configured, modelled, running
+from actmem.diagnosis.bugs import known_bugs
+from actmem.diagnosis.findings import Diagnosis, Finding, NotMadeError, Skipped
+from actmem.diagnosis.regions import Case
+from actmem.diagnosis.setups import Source, read_setup
+from actmem.diagnosis.sources import saved_tensors_twice
+from actmem.modes import Mode
+from actmem.plan import Plan
+
+__all__ = ["CHECKS", "STEPS", "doctor"]
+
+Check = Callable[[Case], Iterator[Finding]]
+
+CHECKS: dict[str, Check] = {
+    "recomputing-twice": configured.recomputing_twice,
+    "inert-block": configured.inert_block,
+    "ddp-reentrant": configured.ddp_reentrant,
+    "adapters-reentrant": configured.adapters_reentrant,
+    "cuda-graphs": configured.cuda_graphs,
+    "zero3-frozen": configured.zero3_frozen,
+    "known-bugs": known_bugs,
+    "random-numbers": modelled.random_numbers,
+    "batch-norm": modelled.batch_norm,
+    "shared-keys-values": modelled.shared_keys_values,
+    "routing": modelled.routing,
+    "packets": modelled.packets,
+    "autocast-shared": modelled.autocast_shared,
+    "saved-tensors-twice": saved_tensors_twice,
+    "towers": modelled.towers,
+    "graph-kept": modelled.graph_kept,
+    "cache-on": modelled.cache_on,
+    "renamed": modelled.renamed,
+}
+"""The checks that run nothing."""
+
+STEPS: dict[str, Check] = {
+    "repeatable": running.repeatable,
+    "graph-after-step": running.graph_after_step,
+    "gradients": running.gradients,
+    "same-training": running.same_training,
+    "effect": running.effect,
+    "growth": running.growth,
+}
+"""The checks that run steps on an example. The one that looks at what a first step leaves comes before other steps."""
+
+
+def doctor(
+    model: nn.Module | None,
+    example: dict[str, Any] | tuple[Any, ...] | None = None,
+    *,
+    mode: Mode | Plan | None = None,
+    trainer_args: Source | None = None,
+    accelerate: Source | None = None,
+    deepspeed: Source | None = None,
+    policy: Sequence[Any] = (),
+    loss: Callable[[Any], Tensor] | None = None,
+    blocks: str | None = None,
+    versions: Mapping[str, str] | None = None,
+) -> Diagnosis:
+    """Look for what is known to go wrong with recomputation, in a model and in the settings of its training.
+
+    The model is not changed. Without an example nothing is run, so a model on the meta device will do; with one, a few
+    steps are, and gradients, buffers and the random generator are put back.
+
+    Args:
+        model: the model, as it is before training; None checks the settings alone.
+        example: a batch, as a dict for `model(**example)` or a tuple for `model(*example)`.
+        mode: what is to be applied; with an example it is compared with plain training.
+        trainer_args: `TrainingArguments`, a dict, or the path of a JSON or YAML file, of accelerate or DeepSpeed too.
+        accelerate: accelerate's configuration, in the same forms.
+        deepspeed: DeepSpeed's configuration, in the same forms.
+        policy: the operators that a selective checkpointing of your own saves.
+        loss: a function of the output; by default `output.loss`, or the output itself if it is a scalar.
+        blocks: where the blocks are, as for `apply`.
+        versions: versions on the machine that trains, if it is not this one, such as `{"torch": "2.12.0"}`.
+
+    Raises:
+        ModeError: the settings cannot be read.
+
+    >>> import actmem
+    >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3)])
+    >>> found = actmem.doctor(model, trainer_args={"gradient_checkpointing": True})
+    >>> found.ok, found.findings[0].check, found.findings[0].found.partition(", with")[0]
+    (False, 'batch-norm', 'batch norm in the blocks, at 0.1, 1.1, 2.1')
+    """
+    setup = read_setup(trainer_args, accelerate, deepspeed)
+    if isinstance(example, Mapping):
+        example = dict(example)
+    case = Case(model, setup, mode, tuple(policy), blocks, versions or {}, example, loss)
+    findings: list[Finding] = []
+    passed: list[str] = []
+    skipped = [Skipped("settings", reason) for reason in setup.unread]
+    for name, check in CHECKS.items() if example is None else (CHECKS | STEPS).items():
+        found: list[Finding] = []
+        try:
+            found.extend(check(case))
+        except NotMadeError as error:
+            skipped.append(Skipped(name, str(error)))
+        else:
+            passed += [] if found else [name]
+        findings += found
+    return Diagnosis(tuple(findings), tuple(passed), tuple(skipped))

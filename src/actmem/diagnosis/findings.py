@@ -1,0 +1,98 @@
+"""What a doctor's visit gives: findings, and a report that can be read, printed or sent on."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+__all__ = ["Diagnosis", "Finding", "NotMadeError", "Severity", "Skipped", "paths"]
+
+Severity = Literal["problem", "warning", "note"]
+_ORDER: tuple[Severity, ...] = ("problem", "warning", "note")
+_WIDTH = 110
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was found."""
+
+    check: str
+    """The check that found it."""
+    severity: Severity
+    """"problem": training fails, is wrong, or the setting does nothing. "warning": it may. "note": good to know."""
+    found: str
+    """What was found, and where."""
+    why: str
+    """Why it matters."""
+    change: str
+    """The line to change."""
+    actmem: str
+    """What actmem does about it."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A check that could not be made."""
+
+    check: str
+    reason: str
+
+
+class NotMadeError(Exception):
+    """Say inside a check that it cannot be made, and why."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `doctor` found, worst first. Print it."""
+
+    findings: tuple[Finding, ...]
+    passed: tuple[str, ...]
+    """Checks that found nothing."""
+    skipped: tuple[Skipped, ...]
+    """Checks that could not be made, and why."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no problem. Warnings and notes may be there."""
+        return not any(f.severity == "problem" for f in self.findings)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        return {"ok": self.ok, **asdict(self)}
+
+    def __str__(self) -> str:
+        counts = [(sum(f.severity == s for f in self.findings), s) for s in _ORDER]
+        head = ", ".join(f"{n} {s}{'' if n == 1 else 's'}" for n, s in counts if n) or "nothing found"
+        lines = [f"{head}; {len(self.passed)} checks passed, {len(self.skipped)} could not be made"]
+        for finding in sorted(self.findings, key=lambda f: _ORDER.index(f.severity)):
+            lines += ["", *_wrapped(f"{finding.severity}: ", f"{finding.found} [{finding.check}]")]
+            rows = (("why", finding.why), ("change", finding.change), ("actmem", finding.actmem))
+            for label, value in rows:
+                lines += _wrapped(f"  {label:8}", value)
+        if self.skipped:
+            lines += ["", "not checked:"]
+            for skipped in self.skipped:
+                lines += _wrapped("  ", f"{skipped.check}: {skipped.reason}")
+        return "\n".join(lines)
+
+
+def paths(found: list[str], *, most: int = 3) -> str:
+    """Write some module paths, the first few by name.
+
+    >>> paths(["a", "b", "c", "d"])
+    'a, b, c and 1 more'
+    """
+    named = [path or "the model itself" for path in found[:most]]
+    return ", ".join(named) + (f" and {len(found) - most} more" if len(found) > most else "")
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    hang = " " * (10 if label.startswith("  ") else 2)
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=label, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False
+    )

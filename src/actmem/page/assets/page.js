@@ -1,0 +1,140 @@
+"use strict";
+// Show one of the embedded plans. Nothing here computes a plan, and nothing is interpolated.
+const data = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+const asked = data.plans.findIndex((plan) => plan.asked);
+const state = { plan: asked, group: 0 };
+
+function summary(plan) {
+  const saved = data.modes.find((mode) => mode.name === "save everything"), full = data.modes.find((mode) => mode.name === "full");
+  const field = (key, text) => number(key, plan[key], text);
+  byId("headline").replaceChildren("The step peaks at ", field("peak_bytes", size(plan.peak_bytes)), ", within a budget of ",
+    field("budget_bytes", size(plan.budget_bytes)), ", and takes ", field("step_time_ratio", times(plan.step_time_ratio)), " the time of saving everything.");
+  const faster = 1 - plan.step_time_ratio / full.step_time_ratio;
+  const words = [];
+  if (saved.peak_bytes > plan.peak_bytes) words.push(`Saving everything would need ${size(saved.peak_bytes)}. `);
+  if (faster > 0) words.push(`Recomputing every block would make the step ${times(full.step_time_ratio)} as long: this plan takes ${(100 * faster).toFixed(1)} % less. `);
+  const proof = plan.gap > 0
+    ? ["It is proven that no plan within this budget is below ", field("bound", `${plan.bound.toFixed(4)}×`), ": at most ", field("gap", percent(plan.gap)), " of a step is left to gain."]
+    : ["It is proven that no plan within this budget is faster (bound ", field("bound", `${plan.bound.toFixed(4)}×`), ", gap ", field("gap", percent(plan.gap)), ")."];
+  if (plan.headroom) words.push(`Of the budget as it was given, ${(100 * plan.headroom).toFixed(0)} % were left to the allocator. `);
+  byId("certificate").replaceChildren(...words, ...proof);
+  const tile = (name, value, more) => [make("dt", {}, name), make("dd", {}, value, make("small", {}, more))];
+  const tiles = [
+    tile("Predicted peak", field("peak_bytes", size(plan.peak_bytes)), field("peak_at", `after ${short(plan.peak_at)}`)),
+    tile("Step time", field("step_time_ratio", times(plan.step_time_ratio)), `of ${duration(data.step_seconds)} with everything saved`),
+    tile("Recomputed", field("replay_seconds", duration(plan.replay_seconds)), make("span", {}, field("num_replayed", count(plan.num_replayed)), " operators, ", field("replayed_flops", flops(plan.replayed_flops)))),
+    tile("Alive for backward", field("saved_bytes", size(plan.saved_bytes)), "when backward begins, beyond what stays"),
+  ];
+  if (data.offload || plan.sent_bytes) tiles.push(tile("Offloaded", field("sent_bytes", size(plan.sent_bytes)), "sent away and fetched in a step"));
+  byId("tiles").replaceChildren(...tiles.map((parts) => make("div", {}, ...parts)));
+}
+
+function modes(plan) {
+  byId("modes").tBodies[0].replaceChildren(...data.modes.map((mode, n) => {
+    const time = plan.step_time_ratio / mode.step_time_ratio - 1, fits = mode.peak_bytes <= plan.budget_bytes;
+    const against = [signed(plan.peak_bytes - mode.peak_bytes), make("small", {}, `${time < 0 ? "−" : "+"}${Math.abs(100 * time).toFixed(1)} % time`)];
+    return make("tr", {}, make("td", {}, make("span", { class: "letter" }, letter(n))),
+      make("td", {}, mode.name, make("small", { class: fits ? "" : "over" }, fits ? "within this budget" : "over this budget")),
+      make("td", { class: "num" }, number(`modes.${n}.peak_bytes`, mode.peak_bytes, size(mode.peak_bytes)),
+        make("small", {}, "step ", number(`modes.${n}.step_time_ratio`, mode.step_time_ratio, times(mode.step_time_ratio)))),
+      make("td", { class: "num" }, ...against));
+  }));
+}
+
+function breakdown(plan) {
+  const parts = bytesAt(data, plan.curve, plan.curve.peak), table = byId("breakdown");
+  table.tBodies[0].replaceChildren(...parts.reverse().map(([c, bytes]) => {
+    const swatch = make("span", { class: `swatch ${c}`, style: `background-color:var(${VARIABLE[c] || `--${c}`})` });
+    return make("tr", { "data-category": c, "data-bytes": bytes }, make("td", {}, swatch, WORDS[c]), make("td", { class: "num" }, size(bytes)));
+  }));
+  table.tFoot.replaceChildren(make("tr", {}, make("th", { scope: "row" }, "Peak"), make("td", { class: "num" }, number("peak_bytes", plan.peak_bytes, size(plan.peak_bytes)))));
+  const curve = plan.curve, op = data.labels[curve.labels[curve.peak]];
+  const drawn = curve.bucket === 1 ? `All ${count(curve.num_moments)} operators are drawn.`
+    : `The step runs ${count(curve.num_moments)} operators. Of every ${curve.bucket} in a row the highest and the lowest moment are drawn; the peak is exact.`;
+  byId("note-memory").textContent = `All live bytes by what they are. The peak comes after ${short(op.op)} (${where(op)}). ${drawn}`;
+}
+
+function measured() {
+  if (data.measured === null) {
+    const code = 'with actmem.apply(model, actmem.FromPlan("plan.json")):\n    print(actmem.measure(step, model=model, optimizer=optimizer))';
+    return byId("measured").replaceChildren(make("p", { class: "note" }, "Not measured. Run a step under the plan to compare:"), make("pre", { tabindex: 0, "aria-label": "Lines that measure" }, code));
+  }
+  const shown = { bytes: size, flops, count };
+  const rows = data.measured.map((row, n) => {
+    const by = row.measured - row.predicted, text = by === 0 ? "equal" : `${by < 0 ? "−" : "+"}${shown[row.unit](Math.abs(by))}`;
+    return make("tr", {}, make("td", {}, row.name), ...["predicted", "measured"].map((f) => make("td", { class: "num" }, number(`measured.${n}.${f}`, row[f], shown[row.unit](row[f])))), make("td", { class: "num" }, text));
+  });
+  const head = make("tr", {}, ...["Figure", "Predicted", "Measured", "Difference"].map((name, n) => make("th", { scope: "col", class: n ? "num" : "" }, name)));
+  byId("measured").replaceChildren(make("p", { class: "note" }, `One step under the plan that was asked for, whose peak is ${size(data.plans[asked].peak_bytes)}.`),
+    make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Predicted and measured" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows))));
+}
+
+function block() {
+  const plan = data.plans[state.plan];
+  state.group = Math.min(state.group, Math.max(0, plan.groups.length - 1));
+  drawTabs(data, plan, state.group, (n) => { state.group = n; block(); });
+  drawBlock(data, plan, state.group);
+}
+
+function show(n) {
+  state.plan = n;
+  const plan = data.plans[n], slider = byId("budget");
+  slider.value = n;
+  slider.setAttribute("aria-valuetext", `${size(plan.budget_bytes)}, step ${times(plan.step_time_ratio)}`);
+  byId("chosen").replaceChildren(number("budget_bytes", plan.budget_bytes, size(plan.budget_bytes)));
+  byId("which").textContent = `Plan ${n + 1} of ${data.plans.length}, each of them solved${plan.asked ? ": the one that was asked for" : ""}. Peak ${size(plan.peak_bytes)}, step ${times(plan.step_time_ratio)}.`;
+  byId("asked").disabled = plan.asked;
+  summary(plan);
+  modes(plan);
+  breakdown(plan);
+  block();
+  byId("plan").textContent = plan.plan_json;
+  byId("copied").textContent = "";
+  charts();
+}
+
+function charts() {
+  drawFrontier(byId("frontier"), data, state.plan, show);
+  drawMemory(byId("memory"), data, data.plans[state.plan]);
+}
+
+function isDark() {
+  const set = document.documentElement.dataset.theme;
+  return set ? set === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+function theme() {
+  byId("theme").textContent = isDark() ? "Light" : "Dark";
+  byId("theme").setAttribute("aria-pressed", isDark());
+  byId("theme").setAttribute("aria-label", isDark() ? "Dark colours are on. Switch to light." : "Light colours are on. Switch to dark.");
+}
+
+async function copy() {
+  const text = data.plans[state.plan].plan_json;
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    // Without the clipboard's own permission, as in some browsers for local files: the old way, from a selection.
+    const area = make("textarea", {});
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+    byId("copy").focus();
+  }
+  byId("copied").textContent = "Copied.";
+}
+
+const few = data.plans.length < data.num_wanted;
+byId("note-frontier").textContent = `${data.plans.length} different plans, each the fastest that was found for its budget; the line holds until the next one.` +
+  (few ? ` ${data.num_wanted} were looked for: ${data.exhausted ? "no other budget gives another plan" : "more budgets were tried and gave no other"}.` : "") + " Circles with letters are named modes. Click a point, or move the budget, to choose a plan.";
+byId("budget").addEventListener("input", (event) => show(Number(event.target.value)));
+byId("asked").addEventListener("click", () => show(asked));
+byId("copy").addEventListener("click", copy);
+byId("theme").addEventListener("click", () => { document.documentElement.dataset.theme = isDark() ? "light" : "dark"; theme(); charts(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { theme(); charts(); });
+theme();
+measured();
+show(asked);

@@ -1,0 +1,121 @@
+"""The memory of a step as a trace that chrome://tracing and Perfetto open."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from actmem.devices import Device
+from actmem.errors import ModeError
+from actmem.page.walking import Ground, Moments, walk
+from actmem.plan import Plan
+from actmem.planner.choosing import resolved
+from actmem.planner.costing import cost_seconds
+from actmem.planner.predicting import plan_of
+from actmem.profiles import Profile
+
+__all__ = ["timeline", "write_timeline"]
+
+_PID, _PHASES, _BLOCKS, _OPERATORS = 1, 1, 2, 3
+
+
+def timeline(profile: Profile, plan: Plan, device: Device | str | None = None) -> dict[str, Any]:
+    """Return a step under a plan as a Chrome trace: slices for operators, blocks and phases, a counter for memory.
+
+    The counter `memory` has the bytes of each category after every operator; their sum is what is alive, and its
+    maximum is the predicted peak. Nothing is thinned.
+
+    Args:
+        profile: what the step does.
+        plan: a plan for the same model.
+        device: whose roofline gives the operators their lengths. Left out: each takes a microsecond, so that a
+            microsecond on the screen is an operator.
+
+    >>> import torch, actmem
+    >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
+    >>> found = actmem.profile(model, (torch.randn(64, 8),), loss=torch.sum)
+    >>> plan = actmem.fit(model, (torch.randn(64, 8),), loss=torch.sum, budget="1MiB", device="h100-80gb")
+    >>> sorted({event["ph"] for event in timeline(found, plan)["traceEvents"]})
+    ['C', 'M', 'X']
+    """
+    plan = plan_of(profile, plan)
+    moments, simulated = walk(Ground(profile), plan)
+    seconds = [1e-6] * len(profile.costs) if device is None else cost_seconds(profile, resolved(device))
+    starts, clock = [0.0], 0.0
+    for cost in moments.costs:
+        clock += seconds[cost] * 1e6
+        starts.append(clock)
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": _PID, "name": "process_name", "args": {"name": f"actmem: {plan.mode}"}},
+        *_named({_PHASES: "phases", _BLOCKS: "blocks", _OPERATORS: "operators"}),
+        *_spans(profile, moments, starts),
+        *_operators(profile, moments, starts),
+    ]
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "peak_bytes": simulated.peak_bytes,
+            "clock": "one operator is one microsecond" if device is None else f"roofline of {resolved(device).name}",
+        },
+    }
+
+
+def write_timeline(
+    path: str | os.PathLike[str], profile: Profile, plan: Plan, device: Device | str | None = None
+) -> None:
+    """Write the trace of a step under a plan to a `.json` file. See `timeline`.
+
+    Raises:
+        ModeError: if the file cannot be written.
+    """
+    text = json.dumps(timeline(profile, plan, device), separators=(",", ":"))
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ModeError(
+            f"cannot write the timeline {str(path)!r}: {error.strerror}. Name a file in a folder that exists."
+        ) from error
+
+
+def _named(threads: dict[int, str]) -> list[dict[str, Any]]:
+    return [
+        {"ph": "M", "pid": _PID, "tid": tid, "name": "thread_name", "args": {"name": name}}
+        for tid, name in threads.items()
+    ]
+
+
+def _spans(profile: Profile, moments: Moments, starts: list[float]) -> list[dict[str, Any]]:
+    """Return slices for phases and for the blocks that are at work in them. A replay is part of backward."""
+    phases = ["backward" if phase == "replay" else phase for phase in moments.phases]
+    found: list[dict[str, Any]] = []
+    for tid, keys in ((_PHASES, [(phase, -1) for phase in phases]), (_BLOCKS, [*zip(phases, moments.layers)])):  # noqa: B905
+        for (phase, layer), run in groupby(range(len(keys)), key=keys.__getitem__):
+            at = list(run)
+            if tid == _BLOCKS and layer < 0:
+                continue
+            name = phase if layer < 0 else profile.layers[layer].path
+            found.append(_slice(name, phase, tid, starts[at[0]], starts[at[-1] + 1], {}))
+    return found
+
+
+def _operators(profile: Profile, moments: Moments, starts: list[float]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for n, cost in enumerate(moments.costs):
+        layer = moments.layers[n]
+        path = profile.layers[layer].path if layer >= 0 else ""
+        module = ".".join(part for part in (path, moments.modules[n]) if part)
+        args = {"module": module or "outside the blocks", "alive_bytes": moments.totals[n]}
+        found.append(_slice(profile.costs[cost].op, moments.phases[n], _OPERATORS, starts[n], starts[n + 1], args))
+        counts = {c: num_bytes for c, num_bytes in moments.constant_bytes.items() if num_bytes}
+        counts |= {c: series[n] for c, series in moments.by_category.items()}
+        found.append({"ph": "C", "pid": _PID, "name": "memory", "ts": starts[n], "args": counts})
+    return found
+
+
+def _slice(name: str, category: str, tid: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+    dur = end - start
+    return {"ph": "X", "pid": _PID, "tid": tid, "name": name, "cat": category, "ts": start, "dur": dur, "args": args}

@@ -1,0 +1,80 @@
+"""Write a page: one HTML file that holds its data, its style and its scripts, and asks no network for anything."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from actmem.errors import ActmemError, ModeError
+from actmem.page.data import PageData
+
+__all__ = ["check_installed", "render", "write_page"]
+
+_NEEDED = ("jinja2", "plotly.offline")
+_SCRIPTS = ("formats.js", "charts.js", "blocks.js", "page.js")
+
+
+def check_installed() -> None:
+    """Make sure that a page can be written, before plans are solved for it.
+
+    >>> check_installed()
+
+    Raises:
+        ActmemError: if plotly or jinja2 is not installed.
+    """
+    for name in _NEEDED:
+        _import(name)
+
+
+def write_page(data: PageData, path: str | os.PathLike[str]) -> None:
+    """Write what `build` gathered as one self-contained `.html` file, over what was there.
+
+    Raises:
+        ActmemError: if plotly or jinja2 is not installed.
+        ModeError: if the file cannot be written.
+    """
+    text = render(data)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ModeError(
+            f"cannot write the page {str(path)!r}: {error.strerror}. Name a file in a folder that exists."
+        ) from error
+
+
+def render(data: PageData) -> str:
+    """Return the page as text.
+
+    Raises:
+        ActmemError: if plotly or jinja2 is not installed.
+    """
+    jinja2, offline = (_import(name) for name in _NEEDED)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    assets = resources.files("actmem.page") / "assets"
+
+    def read(name: str) -> str:
+        return (assets / name).read_text(encoding="utf-8")
+
+    # Inside a script element only "</" and "<!--" mean something; as JSON text "\\u003c" is the same character.
+    embedded = data.model_dump_json().replace("<", "\\u003c")
+    return environment.from_string(read("page.html.jinja")).render(
+        data=data,
+        embedded=embedded,
+        style=read("page.css"),
+        plotly=offline.get_plotlyjs(),
+        scripts="\n".join(read(name) for name in _SCRIPTS),
+    )
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.split(".", maxsplit=1)[0]
+        raise ActmemError(
+            f"the report page needs {package}, which is not installed here. It belongs to an extra that a plain "
+            "install leaves out: pip install 'actmem[report]'"
+        ) from error

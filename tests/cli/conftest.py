@@ -1,0 +1,114 @@
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from actmem.cli import main
+
+MINE = """
+import torch
+from torch import nn
+
+NUM_CALLS = [0]
+
+
+class Net(nn.Module):
+    def __init__(self, num_layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(num_layers)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Narrow(Net):
+    def forward(self, x):
+        return super().forward(x.view(-1, 63))
+
+
+class Drifting(Net):
+    def forward(self, x):
+        NUM_CALLS[0] += 1
+        return super().forward(x * NUM_CALLS[0])
+
+
+def make(batch=256):
+    print("a line of the user's own")
+    return Net(), (torch.randn(batch, 64),), torch.sum
+
+
+def large():
+    return Net(), (torch.randn(8, 64),), torch.sum
+
+
+def on_meta():
+    with torch.device("meta"):
+        return Net(), (torch.randn(8, 64),), torch.sum
+
+
+def drifting():
+    return Drifting(), (torch.randn(8, 64),), torch.sum
+
+
+def without_loss():
+    return Net(), (torch.randn(8, 64),)
+
+
+def without_batch():
+    return Net()
+
+
+def a_list():
+    return Net(), [1, 2]
+
+
+def a_number():
+    return 3
+
+
+def raising():
+    raise ValueError("my own mistake")
+
+
+def leaving():
+    raise SystemExit(0)
+
+
+def narrow():
+    return Narrow(), (torch.randn(8, 64),), torch.sum
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Run a command line in this process, in a folder of its own that has the module `mine`."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, value in {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("FORCE_COLOR", "ACTMEM_TRACEBACK", "ACTMEM_DEVICES", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def typed(*words: str) -> Outcome:
+        capsys.readouterr()
+        code = main(words)
+        said = capsys.readouterr()
+        return Outcome(code, said.out, said.err)
+
+    yield typed
+    sys.modules.pop("mine", None)

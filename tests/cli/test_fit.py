@@ -1,0 +1,158 @@
+"""`actmem fit`, `show` and `largest`: the same numbers as the library gives, for every way to name a model."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import actmem
+from tests.cli.conftest import Run
+
+MINE = ("mine:make", "--device", "h100-80gb")
+
+
+def document(run: Run, *words: str, code: int = 0) -> dict[str, Any]:
+    asked = run(*words, "--json")
+    assert asked.code == code, asked.err
+    return json.loads(asked.out)
+
+
+def mine(batch: int) -> tuple[nn.Module, tuple[Any, ...], Any]:
+    sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module("mine").make(batch)  # the module that the fixture wrote
+
+
+def test_the_numbers_are_those_that_fit_gives(run: Run) -> None:
+    found = document(run, "fit", *MINE, "--budget", "700KiB", "--microbatches", "2", "--frontier", "3")
+    model, batch, loss = mine(256)
+    plan = actmem.fit(model, batch, loss=loss, budget="700KiB", device="h100-80gb", microbatches=2)
+    assert plan.predicted is not None
+    for name in ("peak_bytes", "budget_bytes", "step_time_ratio", "bound", "gap", "replayed_flops", "peak_at"):
+        assert found[name] == getattr(plan.predicted, name), name
+    assert found["plan"] == json.loads(plan.to_json())
+    profile = actmem.profile(model, batch, loss=loss, microbatches=2)
+    curve = actmem.frontier(profile, "h100-80gb", num_points=3)
+    assert [p["peak_bytes"] for p in found["frontier"]] == [p.peak_bytes for p in curve.points]
+    assert [(p["name"], p["peak_bytes"]) for p in found["modes"]] == [(p.name, p.peak_bytes) for p in curve.modes]
+
+
+@pytest.mark.parametrize("options", [(), ("--shard", "2"), ("--offload", "disk"), ("--optimizer", "none")])
+def test_the_parts_add_up_to_the_peak(run: Run, options: tuple[str, ...]) -> None:
+    found = document(run, "fit", *MINE, "--budget", "700KiB", "--frontier", "0", *options)
+    assert sum(part["num_bytes"] for part in found["parts"]) == found["peak_bytes"] <= found["budget_bytes"]
+    assert min(part["num_bytes"] for part in found["parts"]) >= 0
+    assert found["frontier"] == []
+    assert len(found["modes"]) == 6
+
+
+def test_a_function_of_the_users_names_a_model_and_its_prints_stay_out_of_the_document(run: Run) -> None:
+    found = document(run, "fit", *MINE, "--batch", "512", "--budget", "1MiB", "--frontier", "0")
+    model, batch, loss = mine(512)
+    plan = actmem.fit(model, batch, loss=loss, budget="1MiB", device="h100-80gb")
+    assert plan.predicted is not None
+    assert found["peak_bytes"] == plan.predicted.peak_bytes
+    assert found["model"]["source"] == "function"
+    assert found["model"]["shapes"] == ["0 float32 [512, 64]"]
+
+
+def test_a_config_of_transformers_names_a_model(run: Run, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96}
+    LlamaConfig(**sizes, **heads).save_pretrained(tmp_path)
+    words = ("--device", "h100-80gb", "--budget", "4MiB", "--dtype", "float32", "--frontier", "0")
+    found = document(run, "fit", "config.json", *words)
+    model: nn.Module = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads, use_cache=False))
+    ids = torch.zeros(1, 96, dtype=torch.int64)
+    plan = actmem.fit(model.train(), {"input_ids": ids, "labels": ids}, budget="4MiB", device="h100-80gb")
+    assert plan.predicted is not None
+    assert found["peak_bytes"] == plan.predicted.peak_bytes
+    assert found["model"]["num_parameters"] == sum(p.numel() for p in model.parameters())
+    assert found["model"]["shapes"] == ["input_ids int64 [1, 96]", "labels int64 [1, 96]"]
+
+
+def test_a_plan_is_written_as_json_or_toml_and_can_be_shown_and_verified(run: Run) -> None:
+    words = ("fit", *MINE, "--budget", "700KiB", "--offload", "disk", "--frontier", "0")
+    found = document(run, *words, "--out", "plan.json")
+    assert run(*words, "--out", "plan.toml").code == 0
+    plan = actmem.Plan.load("plan.json")
+    assert plan == actmem.Plan.load("plan.toml")
+    shown = document(run, "show", *MINE, "--plan", "plan.toml")
+    assert shown["peak_bytes"] == found["peak_bytes"]
+    assert document(run, "verify", "mine:make", "--plan", "plan.json", "--on", "cpu")["equal"]
+
+
+def test_a_page_and_a_timeline_are_written(run: Run, tmp_path: Path) -> None:
+    words = ("fit", *MINE, "--budget", "700KiB", "--frontier", "0")
+    found = document(run, *words, "--report", "page.html", "--timeline", "trace.json")
+    assert found["written"] == {"report": "page.html", "timeline": "trace.json"}
+    assert "<html" in (tmp_path / "page.html").read_text()
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    counters = [sum(e["args"].values()) for e in trace["traceEvents"] if e["ph"] == "C"]
+    assert max(counters) == found["peak_bytes"]
+
+
+def test_show_tells_what_becomes_of_every_value_and_folds_equal_layers(run: Run) -> None:
+    found = document(run, "show", "tiny:llama-3.1-8b", "--mode", "selective:attention")
+    (group,) = found["groups"]
+    assert group["layers"] == ["model.layers.0", "model.layers.1"]
+    held = [row["op"] for row in group["rows"] if row["outcome"] == "held"]
+    assert any("attention" in op for op in held)
+    assert all(row["outcome"] != "replayed" for row in group["rows"] if row["decision"] == "save")
+    assert len([r for r in group["rows"] if r["outcome"] == "replayed"]) * 2 == found["num_replayed"]
+    assert group["replayed_flops"] * 2 == found["replayed_flops"]
+    everything = document(run, "show", "tiny:llama-3.1-8b", "--mode", "save-everything")
+    assert everything["num_replayed"] == 0
+    assert everything["peak_bytes"] > found["peak_bytes"]
+
+
+def test_values_that_are_offloaded_are_shown_as_sent_away(run: Run) -> None:
+    found = document(run, "show", "tiny:llama-3.1-8b", "--mode", "offload:disk,min_bytes=1024")
+    rows = [row for group in found["groups"] for row in group["rows"]]
+    assert any(row["outcome"] == "sent away" and row["held_bytes"] == 0 for row in rows)
+    assert found["sent_bytes"] > 0
+
+
+def test_largest_finds_the_size_that_the_library_finds(run: Run) -> None:
+    options = ("--budget", "700KiB", "--step", "64", "--most", "512")
+    found = document(run, "largest", *MINE, "--vary", "batch", *options)
+    model, _, loss = mine(1)
+    best = actmem.largest(
+        model,
+        lambda n: mine(n)[1],
+        budget="700KiB",
+        device="h100-80gb",
+        vary="batch",
+        step=64,
+        most=512,
+        loss=loss,
+    )
+    assert (found["size"], found["refused"]) == (best.size, best.refused) == (256, 320)
+    assert found["model"]["shapes"] == ["0 float32 [256, 64]"]
+    assert found["plan"] == json.loads(best.plan.to_json())
+
+
+def test_a_reader_gets_tables(run: Run) -> None:
+    asked = run("fit", *MINE, "--budget", "700KiB", "--frontier", "2")
+    assert asked.code == 0
+    for text in ("predicted peak", "optimizer state", "no plan in this budget is below", "save everything", "fits"):
+        assert text in asked.out
+    shown = run("show", "tiny:qwen3-8b", "--mode", "full")
+    assert "2 equal layers, model.layers.0 ... model.layers.1" in shown.out
+    assert "replayed" in shown.out
+
+
+@pytest.mark.slow
+def test_llama_8b_is_planned_for_one_h100(run: Run) -> None:
+    words = ("fit", "llama-3.1-8b", "--sequence", "8192", "--device", "h100-80gb", "--budget", "72GiB")
+    found = document(run, *words)
+    assert found["peak_bytes"] <= 0.95 * 72 * 2**30
+    assert found["gap"] < 1e-3
+    assert sum(part["num_bytes"] for part in found["parts"]) == found["peak_bytes"]
+    assert len(found["frontier"]) == 6

@@ -1,0 +1,133 @@
+"""Real steps from the command line, the doctor, the explainer, and documents that keep their published form."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from actmem.cli.schema import SCHEMAS, schema_of
+from tests.cli.conftest import Run
+
+PUBLISHED = Path(__file__).parents[2] / "docs" / "schema"
+TINY = "tiny:llama-3.1-8b"
+DOCUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "fit": (0, ("fit", "mine:make", "--device", "h100-80gb", "--budget", "700KiB", "--frontier", "2")),
+    "show": (0, ("show", TINY, "--mode", "full", "--device", "a100-40gb")),
+    "measure": (0, ("measure", TINY, "--mode", "full", "--sequence", "16", "--on", "cpu")),
+    "verify": (0, ("verify", TINY, "--mode", "full", "--sequence", "16")),
+    "largest": (
+        0,
+        ("largest", "mine:make", "--vary", "batch", "--budget", "1MiB", "--device", "h100-80gb", "--most", "2"),
+    ),
+    "doctor": (0, ("doctor", TINY)),
+    "explain": (0, ("explain", "log.txt")),
+    "devices": (0, ("devices",)),
+    "error": (2, ("fit", "llama-9", "--device", "h100-80gb", "--budget", "2MiB")),
+}
+
+
+def checked(command: str, text: str) -> Any:
+    found = json.loads(text)  # raises if there is anything beside one document
+    jsonschema.Draft202012Validator(schema_of(command)).validate(found)
+    return found
+
+
+@pytest.mark.parametrize("command", DOCUMENTS)
+def test_what_is_printed_has_the_published_form(run: Run, tmp_path: Path, command: str) -> None:
+    (tmp_path / "log.txt").write_text("ValueError: Unexpected keyword arguments: max_seqlen")
+    code, words = DOCUMENTS[command]
+    asked = run(*words, "--json")
+    assert asked.code == code, asked.err
+    checked(command, asked.out)
+
+
+@pytest.mark.slow
+def test_the_demo_has_the_published_form_and_works(run: Run) -> None:
+    asked = run("demo", "--json")
+    assert asked.code == 0, asked.err
+    assert checked("demo", asked.out)["ok"]
+
+
+@pytest.mark.parametrize("command", SCHEMAS)
+def test_the_published_schema_is_the_one_that_is_printed(run: Run, command: str) -> None:
+    printed = run("schema", command)
+    assert printed.code == 0
+    assert (PUBLISHED / f"{command}.json").read_text() == printed.out
+    jsonschema.Draft202012Validator.check_schema(json.loads(printed.out))
+
+
+def test_a_command_that_is_not_understood_still_prints_one_document(run: Run) -> None:
+    asked = run("fit", "--json")
+    assert asked.code == 2
+    assert checked("error", asked.out)["exit_code"] == 2
+
+
+def test_a_measured_peak_is_the_predicted_one_to_the_byte(run: Run) -> None:
+    asked = run("measure", TINY, "--mode", "selective:attention,every_second(matmul)", "--on", "cpu", "--json")
+    found = checked("measure", asked.out)
+    for step in (found["plain"], found["under_mode"]):
+        assert step["peak_bytes"] == step["predicted_bytes"] == sum(step["by_category"].values())
+    assert found["under_mode"]["peak_bytes"] < found["plain"]["peak_bytes"]
+    assert found["under_mode"]["replayed_flops"] > 0 == found["plain"]["replayed_flops"]
+    assert found["under_mode"]["forward_flops"] == found["plain"]["forward_flops"]
+
+
+def test_a_reader_sees_both_steps_beside_each_other(run: Run) -> None:
+    asked = run("measure", TINY, "--mode", "full", "--sequence", "16", "--on", "cpu", "--optimizer", "sgd")
+    assert asked.code == 0
+    for text in ("measured peak", "predicted peak", "plain", "Full()", "replayed", "time of a step"):
+        assert text in asked.out
+
+
+def test_a_step_that_differs_ends_with_1_and_says_what_differs(run: Run) -> None:
+    asked = run("verify", "mine:drifting", "--mode", "full", "--json")
+    assert asked.code == 1
+    found = checked("verify", asked.out)
+    assert not found["equal"]
+    assert found["difference"].startswith("loss: ")
+    assert run("verify", "mine:drifting", "--mode", "full").out.startswith("differs")
+
+
+def test_a_step_that_is_equal_ends_with_0(run: Run) -> None:
+    asked = run("verify", "mine:make", "--mode", "full:every=2", "--on", "cpu")
+    assert (asked.code, asked.out.partition(" ")[0]) == (0, "equal")
+
+
+def test_the_doctor_ends_with_1_where_there_is_a_problem(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "args.json").write_text(
+        json.dumps(
+            {
+                "gradient_checkpointing": True,
+                "fsdp": "full_shard",
+                "fsdp_config": {"activation_checkpointing": True},
+            }
+        )
+    )
+    asked = run("doctor", TINY, "--trainer-args", "args.json", "--json")
+    assert asked.code == 1, asked.err
+    found = checked("doctor", asked.out)
+    assert not found["ok"]
+    assert any("fsdp" in finding["found"] for finding in found["findings"])
+    assert "problem" in run("doctor", "--trainer-args", "args.json").out
+
+
+def test_explain_reads_a_file_or_stdin_and_ends_with_1_if_nothing_is_known(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("ValueError: Unexpected keyword arguments: max_seqlen"))
+    known = run("explain")
+    assert known.code == 0
+    assert "use_reentrant=False" in known.out
+    monkeypatch.setattr("sys.stdin", io.StringIO("all is well"))
+    assert run("explain", "-").code == 1
+
+
+def test_every_device_is_listed_with_the_source_of_each_figure(run: Run) -> None:
+    found = checked("devices", run("devices", "--json").out)
+    assert {"h100-80gb", "a100-40gb"} <= {device["key"] for device in found["devices"]}
+    assert all("memory_bytes" in device["sources"] for device in found["devices"])
+    assert "NVIDIA H100 datasheet" in run("devices", "h100-80gb").out
+    assert "h100-80gb" in run("devices").out
