@@ -22,7 +22,7 @@ DOCUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
         0,
         ("largest", "mine:make", "--vary", "batch", "--budget", "1MiB", "--device", "h100-80gb", "--most", "2"),
     ),
-    "doctor": (0, ("doctor", TINY)),
+    "doctor": (0, ("doctor", "--model", TINY)),
     "explain": (0, ("explain", "log.txt")),
     "devices": (0, ("devices",)),
     "error": (2, ("fit", "llama-9", "--device", "h100-80gb", "--budget", "2MiB")),
@@ -106,7 +106,7 @@ def test_the_doctor_ends_with_1_where_there_is_a_problem(run: Run, tmp_path: Pat
             }
         )
     )
-    asked = run("doctor", TINY, "--trainer-args", "args.json", "--json")
+    asked = run("doctor", "--model", TINY, "--trainer-args", "args.json", "--json")
     assert asked.code == 1, asked.err
     found = checked("doctor", asked.out)
     assert not found["ok"]

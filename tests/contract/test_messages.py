@@ -3,6 +3,7 @@
 import ast
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def worded(node: ast.expr) -> str:
     return f"{{{ast.unparse(node)}}}"
 
 
+@cache
 def messages() -> dict[str, list[str]]:
     found = {
         str(path.relative_to(SOURCE)): [f"{kind}: {text}" for kind, text in raised(ast.parse(path.read_text()))]

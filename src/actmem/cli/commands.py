@@ -165,9 +165,9 @@ class Largest(Planning):
 class Doctor(Common):
     """Look for mistakes in a model and in the settings of its training that cost memory or change results."""
 
-    model: Annotated[Positional[str | None], arg(metavar="[MODEL]", help_behavior_hint="")] = None
-    """As for `actmem fit`. Left out: only settings are looked at."""
     _: KW_ONLY
+    model: Annotated[str | None, arg(metavar="MODEL", help_behavior_hint="")] = None
+    """As for `actmem fit`. Left out: only settings are looked at."""
     trainer_args: _File = None
     """Training arguments of transformers or TRL, as JSON or YAML."""
     accelerate: _File = None

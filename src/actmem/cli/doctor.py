@@ -31,7 +31,7 @@ def run(asked: Doctor, screen: Screen) -> tuple[DoctorShown, int]:
             given |= {"loss": loaded.loss} if asked.run and loaded.loss is not None else {}
     elif not given or asked.run:
         raise ModeError(
-            "nothing was named to look at. Write actmem doctor MODEL, or give settings: --trainer-args FILE, "
+            "nothing was named to look at. Write actmem doctor --model MODEL, or give settings: --trainer-args FILE, "
             "--accelerate FILE or --deepspeed FILE; --run needs a model."
         )
     if asked.mode is not None:

@@ -186,8 +186,8 @@ def _from_function(asked: Loading, place: str) -> Loaded:
         for what, number in given.items():
             if number is not None and what not in takes:
                 raise ModeError(
-                    f"--{what} {number} was given, but {asked.model} takes no argument {what!r}. Leave it out, or "
-                    f"write def {function.__name__}({what})."
+                    f"{asked.model} takes no argument {what!r}, so {what} = {number} cannot be handed to it. Write "
+                    f"def {function.__name__}({what}), or leave --{what} or --vary {what} out."
                 )
         return _parts(function(**{k: v for k, v in given.items() if v is not None}), asked.model)
 

@@ -55,7 +55,7 @@ def table(title: str, *columns: str, num_texts: int = 1) -> Table:
     """Begin a table whose first columns are texts, and the others numbers."""
     made = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for nth, column in enumerate(columns):
-        options: dict[str, Any] = {} if nth < num_texts else {"justify": "right", "no_wrap": True}
+        options: dict[str, Any] = {"overflow": "fold"} if nth < num_texts else {"justify": "right", "no_wrap": True}
         made.add_column(column, **options)
     return made
 

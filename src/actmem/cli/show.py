@@ -165,7 +165,7 @@ def _table(group: Group, *, timed: bool) -> object:
     for row in group.rows:
         cost = seconds_text(row.seconds) if timed and row.seconds is not None else flops_text(row.flops)
         made.add_row(
-            row.op.removesuffix(".default"),
+            row.op.removeprefix("aten.").removesuffix(".default"),
             row.module or "-",
             row.decision if row.why is None else f"{row.decision} ({row.why})",
             f"[{_COLOURS[row.outcome]}]{row.outcome}[/]",
