@@ -47,7 +47,9 @@ def show(shown: ExplainShown, screen: Screen) -> None:
     """Print the causes, the likeliest first."""
     if not shown.known:
         screen.out.print("No known cause fits this text.")
-        screen.out.print("Look at the model and its settings: actmem doctor --model MODEL --trainer-args FILE", markup=False)
+        screen.out.print(
+            "Look at the model and its settings: actmem doctor --model MODEL --trainer-args FILE", markup=False
+        )
         return
     for number, cause in enumerate(shown.causes, 1):
         screen.out.print(f"[bold]{number}. {cause.name}[/]")
