@@ -15,7 +15,7 @@ import actmem
 from actmem import demo
 from actmem.offloading.disk import DiskStore
 from benchmarks import compile as compiling
-from benchmarks import disk_ways, gpu, memory, offload, offload_simulated, overhead, plan, run, targets
+from benchmarks import disk_ways, gpu, memory, offload, offload_simulated, overhead, plan, run, start, targets
 from benchmarks.models import FORMS, llama, quantised, train_step
 from benchmarks.outcome import RESULTS, Bound, Outcome
 from benchmarks.table import BEGIN, DOCUMENT, END, update
@@ -346,6 +346,14 @@ def test_the_lines_that_the_demo_prints_run(capsys: pytest.CaptureFixture[str]) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     exec(demo.EXAMPLE, {"model": model, "optimizer": optimizer, "batches": [TINY.tokens(seed) for seed in range(2)]})
     assert "recompute" in capsys.readouterr().out
+
+
+def test_a_cold_command_line_plans_within_its_budget() -> None:
+    fit = ("fit", "tiny:llama-3.1-8b", "--device", "h100-80gb", "--budget", "1580KiB", "--frontier", "0")
+    outcome = start.run(num_repetitions=1, fit=fit)
+    assert [bound.kept for bound in outcome.bounds if bound.exact] == [True]
+    assert outcome.exact["the plan"]["num_rules"] > 1
+    assert [bound.limit for bound in outcome.bounds if not bound.exact] == [0.3, 20.0]
 
 
 def test_without_an_accelerator_the_hardware_benchmark_says_so_and_measures_nothing(
