@@ -127,6 +127,11 @@ class Applied:
         for script in self._scripts:
             script.num_checked, script.idle = num_calls, False
 
+    @property
+    def is_on(self) -> bool:
+        """Whether the model is under the plan still: True until `remove`."""
+        return bool(self._undo)
+
     def remove(self) -> None:
         """Change the model back into what it was. Graphs that were recorded before stay valid. May be called twice."""
         for block, script in zip(self._blocks, self._scripts, strict=True):

@@ -8,6 +8,7 @@ All errors of actmem, and the builtin that each can also be caught as::
     ├── DeviceError (ValueError)        a device is not known, or a figure of it is missing or wrong
     ├── StructureError (ValueError)     the blocks of a model were not found, or are ambiguous
     ├── ApplyError (RuntimeError)       this model cannot be applied to as it is now
+    ├── BudgetError (RuntimeError)      no plan keeps a budget, or a batch does not fit the one that a plan was made for
     ├── ReplayError (RuntimeError)      a dropped value could not be brought back
     │   ├── VersionError                something it needs was changed in place since
     │   ├── FreedStorageError           the memory of something it needs is gone

@@ -115,8 +115,55 @@ def test_show_tells_what_becomes_of_every_value_and_folds_equal_layers(run: Run)
 def test_values_that_are_offloaded_are_shown_as_sent_away(run: Run) -> None:
     found = document(run, "show", "tiny:llama-3.1-8b", "--mode", "offload:disk,min_bytes=1024")
     rows = [row for group in found["groups"] for row in group["rows"]]
-    assert any(row["outcome"] == "sent away" and row["held_bytes"] == 0 for row in rows)
-    assert found["sent_bytes"] > 0
+    assert any(row["op"] == "input" and row["outcome"] == "sent away" and row["held_bytes"] == 0 for row in rows)
+    sent = [
+        (row["num_bytes"] - row["held_bytes"]) * len(group["layers"])
+        for group in found["groups"]
+        for row in group["rows"]
+        if row["outcome"] == "sent away"
+    ]
+    assert sum(sent) == found["sent_bytes"] > 0
+
+
+def test_two_files_of_one_name_are_refused(run: Run) -> None:
+    asked = run("fit", *MINE, "--budget", "700KiB", "--out", "a.json", "--timeline", "./a.json")
+    assert asked.code == 2
+    assert "--timeline a.json is the file of --out too" in asked.err
+
+
+def test_names_with_brackets_are_shown_as_they_are(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(
+        "import torch\n"
+        "from torch import nn\n\n\n"
+        "class Odd(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.parts = nn.ModuleDict({'[/x]': nn.Linear(8, 8), 'a[0]': nn.Linear(8, 8)})\n\n"
+        "    def forward(self, x):\n"
+        "        for part in self.parts.values():\n"
+        "            x = nn.functional.gelu(part(x))\n"
+        "        return x\n\n\n"
+        "def make():\n"
+        "    return nn.Sequential(*[Odd() for _ in range(4)]), (torch.randn(64, 8),), torch.sum\n"
+    )
+    assert "parts.[/x]" in run("show", "odd:make", "--mode", "full").out
+    budget = ("--device", "h100-80gb", "--budget", "32KiB", "--frontier", "0", "--optimizer", "none")
+    assert document(run, "fit", "odd:make", *budget)["plan"]["rules"]
+
+
+@pytest.mark.parametrize("name", [":make", "..mine:make", "./mine.py:make"])
+def test_what_is_no_name_of_a_module_is_a_wrong_command(run: Run, name: str) -> None:
+    asked = run("show", name, "--mode", "full")
+    assert asked.code == 2
+    assert "Write package.module:function" in asked.err
+
+
+def test_a_config_never_runs_code_that_came_with_it(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("nobody is asked"))
+    asked = run("show", "config.json", "--mode", "full")
+    assert asked.code == 2
+    assert "custom code" in asked.err
 
 
 def test_largest_finds_the_size_that_the_library_finds(run: Run) -> None:

@@ -1,5 +1,7 @@
 """The callback of `Trainer`: what is trained is what is trained without it, to the bit."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -171,6 +173,37 @@ def test_with_torch_compile_the_compiler_carries_the_mode_out_and_the_losses_sta
     trainer.train()
     assert callback.applied is not None and callback.applied.report().recomputed_bytes > 0
     torch.testing.assert_close(losses_of(trainer), losses_of(plain))
+
+
+def test_after_a_training_that_broke_off_or_a_removal_the_next_one_is_managed(tmp_path: Path) -> None:
+    def fail(_: Any) -> None:
+        raise KeyError("stop")
+
+    model = build_llama()
+    with pytest.raises(KeyError, match="stop"):
+        make_trainer(tmp_path, model, ActmemCallback(actmem.Full(), on_metrics=fail)).train()
+    sent: list[dict[str, Any]] = []
+    callback = ActmemCallback(actmem.Full(), on_metrics=sent.append)
+    trainer = make_trainer(tmp_path, model, callback, max_steps=1)
+    assert callback.applied is not None
+    callback.applied.remove()
+    trainer.train()
+    assert [m["recomputed_bytes"] > 0 for m in sent] == [True]
+
+
+def test_a_trainer_that_is_forgotten_leaves_a_plain_model_and_keeps_none_alive(tmp_path: Path) -> None:
+    model = build_llama()
+    kinds = {type(m) for m in model.modules()}
+    trainer = make_trainer(tmp_path, model, ActmemCallback(actmem.Full()))
+    assert {type(m) for m in model.modules()} != kinds
+    del trainer
+    gc.collect()
+    assert {type(m) for m in model.modules()} == kinds
+    alive = weakref.ref(model)
+    trainer = make_trainer(tmp_path, model, ActmemCallback(actmem.Full()))
+    del trainer, model
+    gc.collect()
+    assert alive() is None
 
 
 # ---------------------------------------------------------------- what is refused

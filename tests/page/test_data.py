@@ -17,6 +17,7 @@ from actmem.page.curves import NUM_DRAWN
 from actmem.page.walking import Ground, walk
 from actmem.plan import Plan
 from actmem.planner.costing import cost_seconds
+from actmem.planner.fitting import fit_profile
 from actmem.planner.following import follow
 from actmem.planner.predicting import plan_of
 from tests.page.conftest import DEVICE, Case, batch, stack
@@ -153,22 +154,27 @@ def test_full_recomputation_is_drawn_as_a_saved_input_and_nothing_else_saved(sma
     plan = plan_of(small.profile, actmem.Full())
     seconds = cost_seconds(small.profile, actmem.device(DEVICE))
     (kind,) = kinds(small.profile, seconds)
-    drawn = groups(small.profile, plan, follow(small.profile, plan), seconds)
+    drawn = groups(small.profile, follow(small.profile, plan), seconds)
     assert kind.num_layers == sum(group.num_layers for group in drawn) == 12
     assert all(group.decisions[0] == "s" and "s" not in group.decisions[1:] for group in drawn)
     assert all("r" in group.decisions for group in drawn)
     away = plan_of(small.profile, actmem.OffloadActivations(to="host", min_bytes=0))
-    assert "o" in groups(small.profile, away, follow(small.profile, away), seconds)[0].decisions
+    assert "o" in groups(small.profile, follow(small.profile, away), seconds)[0].decisions
 
 
 def test_the_plans_of_a_model_that_may_offload_send_values_away() -> None:
-    profile = actmem.profile(stack(4), batch(), loss=torch.sum)
-    budget = (actmem.predict(profile, actmem.SaveEverything(), DEVICE).peak_bytes * 8) // 10
-    plan = actmem.fit(stack(4), batch(), loss=torch.sum, budget=budget, device=DEVICE, headroom=0)
-    offload = actmem.Offload(to="host", min_bytes=0, in_flight_bytes=2**15)
-    data = build(profile, plan, DEVICE, name="four layers", num_plans=4, offload=offload)
+    model = catalogue.build("llama-3.1-8b", layers=4)
+    profile = actmem.profile(model, catalogue.example("llama-3.1-8b", sequence=4096))
+    most, least = (
+        actmem.predict(profile, mode, DEVICE).peak_bytes for mode in (actmem.SaveEverything(), actmem.Full())
+    )
+    plan = fit_profile([profile], least + 3 * (most - least) // 10, actmem.device(DEVICE), offload="host")
+    data = build(profile, plan, DEVICE, name="four layers", num_plans=3, offload="host")
     assert data.offload == "host"
+    (asked,) = [view for view in data.plans if view.asked]
+    assert asked.sent_bytes > 0
     for view in data.plans:
+        assert view.sent_bytes == sum(group.sent_bytes * group.num_layers for group in view.groups)
         assert ("transfers" in view.curve.series) == bool(view.sent_bytes)
 
 

@@ -83,6 +83,7 @@ def _check_files(asked: Fit) -> None:
         from actmem.page import check_installed
 
         check_installed()
+    taken: dict[Path, str] = {}
     for option, suffixes in _SUFFIXES.items():
         path: Path | None = getattr(asked, option)
         if path is None:
@@ -91,6 +92,8 @@ def _check_files(asked: Fit) -> None:
             raise ModeError(f"--{option} {path} has another ending than {' or '.join(suffixes)}, which says the form.")
         if not path.resolve().parent.is_dir():
             raise ModeError(f"--{option} {path} lies in a folder that is not there. Run: mkdir -p {path.parent}")
+        if (other := taken.setdefault(path.resolve(), option)) != option:
+            raise ModeError(f"--{option} {path} is the file of --{other} too. Name another for one of them.")
 
 
 def _curve(

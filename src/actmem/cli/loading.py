@@ -86,6 +86,8 @@ def runs_on(asked: str | None) -> str:
     if asked is None:
         found = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if found is None else found.type
+    if asked.partition(":")[0] == "meta":
+        raise ModeError("--on meta has no memory, so nothing runs there. Write --on cpu, or plan instead: actmem fit.")
     try:
         torch.empty(1, device=asked)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -132,7 +134,7 @@ def _from_config(asked: Loading, place: str, *, untouched: bool) -> Loaded:
             f"{str(path)!r} describes a model of transformers, which is not installed. Run: pip install transformers"
         ) from None
     try:
-        config: Any = library.AutoConfig.from_pretrained(str(path))
+        config: Any = library.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
         raise ModeError(
             f"{str(path)!r} is no config of transformers: {str(error).splitlines()[0]} Expected a config.json with a "
@@ -144,7 +146,7 @@ def _from_config(asked: Loading, place: str, *, untouched: bool) -> Loaded:
 
     def built(where: str) -> nn.Module:
         with torch.device(where):
-            return library.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            return library.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
     try:
         model = built("meta")
@@ -210,13 +212,18 @@ def _from_function(asked: Loading, place: str) -> Loaded:
 
 def _function(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise ModeError(
+            f"{module_name!r} in {name!r} is no name of a module. Write package.module:function, as in an import: "
+            "my_project.train:make for my_project/train.py in this folder."
+        )
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # something that the module itself imports
         raise ModeError(
             f"there is no module {error.name!r}, for {name!r}. It is looked for in this folder and among what is "

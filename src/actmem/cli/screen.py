@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import override
 
 __all__ = ["Screen", "field", "flops_text", "ratio_text", "seconds_text", "table"]
 
@@ -20,6 +21,13 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Leave it to `main` what it means that nobody reads any more."""
         raise BrokenPipeError
+
+
+class _Table(Table):
+    @override
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        """Take texts as they are: a name of a module or a folder may have brackets, which rich takes for markup."""
+        super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 class Screen:
@@ -53,10 +61,10 @@ class Screen:
 
 def table(title: str, *columns: str, num_texts: int = 1) -> Table:
     """Begin a table whose first columns are texts, and the others numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    made = _Table(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD)
     for nth, column in enumerate(columns):
         options: dict[str, Any] = {"overflow": "fold"} if nth < num_texts else {"justify": "right", "no_wrap": True}
-        made.add_column(column, **options)
+        made.add_column(Text(column), **options)
     return made
 
 

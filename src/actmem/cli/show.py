@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.text import Text
+
 import actmem
 from actmem.amounts import size
 from actmem.cli.commands import Show
@@ -65,9 +67,9 @@ def _groups(
     known: dict[Any, tuple[Row, ...]] = {}
     same: dict[tuple[Row, ...], list[str]] = {}
     for nth, layer in enumerate(profile.layers):
-        key = layer.kind, tuple(keeps[nth]), simulated.held[nth], simulated.replayed[nth]
+        key = layer.kind, tuple(keeps[nth]), simulated.held[nth], simulated.away[nth], simulated.replayed[nth]
         if key not in known:
-            known[key] = tuple(_rows(profile, plan, nth, keeps[nth], simulated, seconds))
+            known[key] = tuple(_rows(profile, nth, keeps[nth], simulated, seconds))
         same.setdefault(known[key], []).append(layer.path)
     return tuple(
         Group(
@@ -81,13 +83,12 @@ def _groups(
 
 
 def _rows(
-    profile: Profile, plan: Plan, nth: int, keep: Sequence[str], simulated: Simulated, seconds: list[float] | None
+    profile: Profile, nth: int, keep: Sequence[str], simulated: Simulated, seconds: list[float] | None
 ) -> list[Row]:
     layer, held = profile.layers[nth], set(simulated.held[nth])
-    replayed, whys = set(simulated.replayed[nth]), simulated.whys[nth]
-    sent = 1 << 62 if plan.offload is None else max(1, plan.offload.min_bytes)
+    replayed, away = set(simulated.replayed[nth]), set(simulated.away[nth])
     rows = [
-        _given(value.num_bytes, sent=whys[v] == "offload" and value.num_bytes >= sent)
+        _given(value.num_bytes, sent=v in away)
         for v, value in enumerate(layer.values)
         if value.kind == "input" and v in held
     ]
@@ -97,7 +98,7 @@ def _rows(
         made = [layer.values[v].num_bytes for v in call.makes]
         kept = [v for v in call.makes if v in held]
         cost = profile.costs[call.cost]
-        away = bool(kept) and any(whys[v] == "offload" and layer.values[v].num_bytes >= sent for v in kept)
+        gone = [v for v in kept if v in away]
         rows.append(
             Row(
                 op=call.op,
@@ -105,8 +106,8 @@ def _rows(
                 num_bytes=sum(made),
                 dtype=cost.dtype,
                 decision="recompute" if not keep[index] else "save" if keep[index] == "save" else "offload",
-                outcome="sent away" if away else "held" if kept else "replayed" if index in replayed else "not needed",
-                held_bytes=0 if away else sum(layer.values[v].num_bytes for v in kept),
+                outcome="sent away" if gone else "held" if kept else "replayed" if index in replayed else "not needed",
+                held_bytes=sum(layer.values[v].num_bytes for v in kept if v not in away),
                 flops=cost.flops,
                 seconds=None if seconds is None else seconds[call.cost],
                 why=_why(layer, call.makes),
@@ -168,7 +169,7 @@ def _table(group: Group, *, timed: bool) -> object:
             row.op.removeprefix("aten.").removesuffix(".default"),
             row.module or "-",
             row.decision if row.why is None else f"{row.decision} ({row.why})",
-            f"[{_COLOURS[row.outcome]}]{row.outcome}[/]",
+            Text(row.outcome, style=_COLOURS[row.outcome]),
             size(row.num_bytes),
             cost,
         )

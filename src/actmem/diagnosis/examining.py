@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from actmem.diagnosis import configured, modelled, running
 from actmem.diagnosis.bugs import known_bugs
-from actmem.diagnosis.findings import Diagnosis, Finding, NotMadeError, Skipped
+from actmem.diagnosis.findings import SEVERITIES, Diagnosis, Finding, NotMadeError, Skipped
 from actmem.diagnosis.regions import Case
 from actmem.diagnosis.setups import Source, read_setup
 from actmem.diagnosis.sources import saved_tensors_twice
@@ -108,4 +108,5 @@ def doctor(
         else:
             passed += [] if found else [name]
         findings += found
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return Diagnosis(tuple(findings), tuple(passed), tuple(skipped))

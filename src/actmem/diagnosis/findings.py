@@ -6,10 +6,10 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Diagnosis", "Finding", "NotMadeError", "Severity", "Skipped", "paths"]
+__all__ = ["SEVERITIES", "Diagnosis", "Finding", "NotMadeError", "Severity", "Skipped", "paths"]
 
 Severity = Literal["problem", "warning", "note"]
-_ORDER: tuple[Severity, ...] = ("problem", "warning", "note")
+SEVERITIES: tuple[Severity, ...] = ("problem", "warning", "note")
 _WIDTH = 110
 
 
@@ -66,10 +66,10 @@ class Diagnosis:
         return {"ok": self.ok, **asdict(self)}
 
     def __str__(self) -> str:
-        counts = [(sum(f.severity == s for f in self.findings), s) for s in _ORDER]
+        counts = [(sum(f.severity == s for f in self.findings), s) for s in SEVERITIES]
         head = ", ".join(f"{n} {s}{'' if n == 1 else 's'}" for n, s in counts if n) or "nothing found"
         lines = [f"{head}; {len(self.passed)} checks passed, {len(self.skipped)} could not be made"]
-        for finding in sorted(self.findings, key=lambda f: _ORDER.index(f.severity)):
+        for finding in self.findings:
             lines += ["", *_wrapped(f"{finding.severity}: ", f"{finding.found} [{finding.check}]")]
             rows = (("why", finding.why), ("change", finding.change), ("actmem", finding.actmem))
             for label, value in rows:

@@ -40,7 +40,13 @@ def planning_batch(loader: Any, batch_size: int) -> Any:
             looked_at = min(num, max(_NUM_LOOKED_AT, batch_size))
             samples: list[Any] = [cast(Any, dataset)[i * num // looked_at] for i in range(looked_at)]
         else:
-            samples = [*islice(iter(dataset), max(_NUM_LOOKED_AT, batch_size))]
+            rows = iter(dataset)
+            if rows is dataset or iter(dataset) is rows:
+                raise ModeError(
+                    "the training data can be gone through only once, so a batch to plan for would be missing from "
+                    "training. Give one: example=batch."
+                )
+            samples = [*islice(rows, max(_NUM_LOOKED_AT, batch_size))]
         if not samples:
             raise ModeError(
                 "the training data is empty, and a Budget needs a batch to plan for. Give one: example=batch."

@@ -45,7 +45,7 @@ class ActmemCallback(Managing, Callback):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Be made anew in another process, where strategies that spawn send it."""
-        return _made_anew, (vars(self),)
+        return _made_anew, (getattr(type(self), "_kind", type(self)), vars(self))
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 @cache
 def _subclass(kind: type, bases: tuple[type, ...]) -> type:
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__, "_kind": kind}
     return type(kind.__name__, (kind, *bases), names)
 
 
@@ -141,7 +141,7 @@ def _first_package() -> Any:
     raise missing("lightning", "lightning")
 
 
-def _made_anew(state: dict[str, Any]) -> ActmemCallback:
-    made = ActmemCallback.__new__(ActmemCallback)
+def _made_anew(kind: type[ActmemCallback], state: dict[str, Any]) -> ActmemCallback:
+    made = kind.__new__(kind)
     vars(made).update(state)
     return made

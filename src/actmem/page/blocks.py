@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from actmem.page.data import BlockGroup, BlockKind, BlockOperator
-from actmem.plan import Plan
 from actmem.planner.simulating import Simulated
 from actmem.planner.writing import slices
 from actmem.profiles import Layer, Profile
@@ -49,14 +48,13 @@ def kinds(profile: Profile, seconds: Sequence[float]) -> list[BlockKind]:
     return found
 
 
-def groups(profile: Profile, plan: Plan, simulated: Simulated, seconds: Sequence[float]) -> list[BlockGroup]:
+def groups(profile: Profile, simulated: Simulated, seconds: Sequence[float]) -> list[BlockGroup]:
     """Return what a plan does, layer by layer, with equal layers together."""
-    least = 0 if plan.offload is None else plan.offload.min_bytes
     found: list[BlockGroup] = []
     for nth, layers in enumerate(_by_kind(profile).values()):
         alike: dict[tuple[str, int, int], list[int]] = {}
         for i in layers:
-            alike.setdefault(_done(profile.layers[i], simulated, i, least), []).append(i)
+            alike.setdefault(_done(profile.layers[i], simulated, i), []).append(i)
         for (letters, saved_bytes, sent_bytes), members in alike.items():
             calls = simulated.replayed[members[0]]
             layer = profile.layers[members[0]]
@@ -85,14 +83,13 @@ def _given(layer: Layer) -> list[int]:
     return [v for v, value in enumerate(layer.values) if value.kind == "input"]
 
 
-def _done(layer: Layer, simulated: Simulated, index: int, least: int) -> tuple[str, int, int]:
+def _done(layer: Layer, simulated: Simulated, index: int) -> tuple[str, int, int]:
     """Return a letter for each drawn operator, and the bytes that the layer saves and sends of what it makes."""
-    held, whys = frozenset(simulated.held[index]), simulated.whys[index]
+    held, away = frozenset(simulated.held[index]), frozenset(simulated.away[index])
     again = frozenset(simulated.replayed[index])
 
     def kept(values: Sequence[int]) -> tuple[list[int], list[int]]:
-        gone = [v for v in values if v in held and whys[v] == "offload" and layer.values[v].num_bytes >= max(1, least)]
-        return [v for v in values if v in held and v not in gone], gone
+        return [v for v in values if v in held - away], [v for v in values if v in away]
 
     def letter(saved: Sequence[int], gone: Sequence[int], *, replayed: bool) -> str:
         return "o" if gone else "s" if saved else "r" if replayed else "-"

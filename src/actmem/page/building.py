@@ -141,7 +141,7 @@ def _view(
         saved_bytes=found.saved_bytes,
         sent_bytes=found.sent_bytes,
         curve=curve(moments, labels),
-        groups=groups(profile, plan, simulated, seconds),
+        groups=groups(profile, simulated, seconds),
         plan_json=plan.to_json(),
     )
 

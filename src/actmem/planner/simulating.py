@@ -25,6 +25,8 @@ class Simulated:
     """For each layer, the calls that were run again."""
     held: tuple[tuple[int, ...], ...]
     """For each layer, the values that were held when its forward was over."""
+    away: tuple[tuple[int, ...], ...]
+    """For each layer, those of them that were sent away."""
     whys: tuple[tuple[str | None, ...], ...]
     """For each layer, why each of its values cannot be replayed, if it cannot."""
     sent_bytes: int
@@ -78,6 +80,7 @@ def simulate(
         saved_bytes=walk.saved,
         replayed=tuple(tuple(layer.replayed) for layer in walk.layers),
         held=tuple(walk.held),
+        away=tuple(walk.away),
         whys=tuple(walk.whys),
         sent_bytes=walk.sent,
         timeline=tuple(walk.points),
@@ -91,6 +94,7 @@ class _Walk:
         self.room = Room(dict(profile.storages))
         self.layers: list[Emulated] = []
         self.held: list[tuple[int, ...]] = [()] * len(profile.layers)
+        self.away: list[tuple[int, ...]] = [()] * len(profile.layers)
         self.whys: list[tuple[str | None, ...]] = [()] * len(profile.layers)
         self.peak, self.peak_op, self.peak_layer = -1, "", -1
         self.saved = self.sent = 0
@@ -133,6 +137,7 @@ class _Walk:
         done.leave()
         self.sent += done.sent_bytes
         self.held[layer] = tuple(v for v, is_held in enumerate(done.held) if is_held)
+        self.away[layer] = tuple(v for v, is_away in enumerate(done.away) if is_away)
         self.whys[layer] = tuple(done.why)
         self._layer = -1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -92,7 +93,9 @@ def _layer_rules(layer: Layer, keep: Sequence[str], where: str | None, default: 
             free = [i for i in left if keep[i] != decision]
             nth = None if not free and chosen == left else ",".join(str(left.index(i)) for i in chosen)
             said: Decision = "recompute" if not decision else "offload" if decision == "offload" else "save"
-            rules.append(Rule(said, layers=where, module=f"*.{module}" if module else None, op=op, nth=nth))
+            rules.append(
+                Rule(said, layers=where, module=f"*.{glob.escape(module)}" if module else None, op=op, nth=nth)
+            )
             decided |= set(chosen)
     return rules
 
@@ -101,7 +104,7 @@ def _matched(layer: Layer, module: str) -> list[str]:
     """List the modules of the block that the glob of a rule matches: it may be the end of another path too."""
     if not module:
         return [""]
-    return [m for m in layer.modules if m and fnmatchcase(f"{layer.path}.{m}", f"*.{module}")]
+    return [m for m in layer.modules if m and fnmatchcase(f"{layer.path}.{m}", f"*.{glob.escape(module)}")]
 
 
 def _selector(op: str) -> str:

@@ -75,14 +75,17 @@ def _function(found: types.FunctionType, originals: dict[int, nn.Module], seen: 
             return cell
 
     cells = found.__closure__ or ()
-    held = [content(cell) for cell in cells]
+    defaults, named = found.__defaults__ or (), found.__kwdefaults__ or {}
+    held = [*(content(cell) for cell in cells), *defaults, *named.values()]
     now = [_rebound(x, originals, seen) for x in held]
     wrapped = getattr(found, "__wrapped__", None)
     if all(a is b for a, b in zip(held, now, strict=True)):
         return found
-    closure = tuple(c if a is b else types.CellType(b) for c, a, b in zip(cells, held, now, strict=True))
-    changed = types.FunctionType(found.__code__, found.__globals__, found.__name__, found.__defaults__, closure)
-    changed.__kwdefaults__ = found.__kwdefaults__
+    num, last = len(cells), len(cells) + len(defaults)
+    closure = tuple(c if a is b else types.CellType(b) for c, a, b in zip(cells, held[:num], now[:num], strict=True))
+    given = found.__defaults__ and tuple(now[num:last])
+    changed = types.FunctionType(found.__code__, found.__globals__, found.__name__, given, closure)
+    changed.__kwdefaults__ = found.__kwdefaults__ and dict(zip(named, now[last:], strict=True))
     changed.__dict__.update(found.__dict__)
     if wrapped is not None:
         changed.__dict__["__wrapped__"] = _rebound(wrapped, originals, seen)
