@@ -180,6 +180,11 @@ class _Run:
         self.loss = loss.detach()
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def compare(size: Size, num_steps: int = 6) -> list[Row]:
     """Train the same model plain, under `Full` and under `Selective`, a step of each in turn; compare every gradient.
 
@@ -346,7 +351,7 @@ def _show_budgets(console: Any) -> bool:
 
 def main() -> int:
     """Run the demo. Return 0, or 1 if any mode did nothing or changed the training."""
-    console: Any = Console()
+    console: Any = _Console()
     size = Size()
     num_steps = 6
     num_parameters = sum(p.numel() for p in LlamaLike(size).parameters())

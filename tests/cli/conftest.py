@@ -78,6 +78,19 @@ def leaving():
     raise SystemExit(0)
 
 
+class Looking(Net):
+    def forward(self, x):
+        return super().forward(x * (1 + int(x.sum().item() > 0)))
+
+
+def looking():
+    return Looking(), (torch.randn(8, 64),), torch.sum
+
+
+def wrong_batch():
+    return Net(), {"input_ids": torch.randn(8, 64)}, torch.sum
+
+
 def narrow():
     return Narrow(), (torch.randn(8, 64),), torch.sum
 """

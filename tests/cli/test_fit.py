@@ -77,6 +77,23 @@ def test_a_config_of_transformers_names_a_model(run: Run, tmp_path: Path) -> Non
     assert found["model"]["shapes"] == ["input_ids int64 [1, 96]", "labels int64 [1, 96]"]
 
 
+def test_more_positions_than_a_model_has_are_refused(run: Run, tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=48, eos_token_id=0).save_pretrained(tmp_path)
+    words = ("config.json", "--device", "h100-80gb", "--budget", "72GiB")
+    assert run("fit", *words, "--sequence", "48", "--frontier", "0").code == 0
+    for refused in (run("fit", *words, "--sequence", "49"), run("largest", *words, "--vary", "sequence")):
+        assert refused.code == 2
+        assert "longer than the 48 positions that config.json has" in refused.err
+
+
+def test_a_batch_with_other_names_than_forward_takes_is_said_to_be_that(run: Run) -> None:
+    refused = run("fit", "mine:wrong_batch", "--device", "h100-80gb", "--budget", "1GiB")
+    assert refused.code == 3
+    assert "forward, takes other arguments" in refused.err and "report this" not in refused.err
+
+
 def test_a_plan_is_written_as_json_or_toml_and_can_be_shown_and_verified(run: Run) -> None:
     words = ("fit", *MINE, "--budget", "700KiB", "--offload", "disk", "--frontier", "0")
     found = document(run, *words, "--out", "plan.json")

@@ -111,7 +111,7 @@ def test_an_error_in_the_users_code_shows_the_users_part_only_and_ends_with_3(
 
 def test_a_function_that_ends_the_process_does_not_look_like_success(run: Run) -> None:
     asked = run("fit", "mine:leaving", *H100)
-    assert (asked.code, asked.out, asked.err) == (3, "", "the code of the model ended the process: exit(0)\n")
+    assert (asked.code, asked.out, asked.err) == (3, "", "error: the code of the model ended the process: exit(0)\n")
 
 
 def test_a_budget_that_cannot_be_kept_ends_with_1_and_says_what_would_help(

@@ -75,6 +75,17 @@ def test_a_measured_peak_is_the_predicted_one_to_the_byte(run: Run) -> None:
     assert found["under_mode"]["forward_flops"] == found["plain"]["forward_flops"]
 
 
+def test_a_model_that_looks_at_numbers_is_measured_and_verified_as_it_runs_here_anyway(run: Run) -> None:
+    found = json.loads(run("measure", "mine:looking", "--mode", "full", "--json").out)
+    assert found["under_mode"]["peak_bytes"] == found["under_mode"]["predicted_bytes"]
+    assert run("verify", "mine:looking", "--mode", "full").code == 0
+
+
+def test_code_that_ends_the_process_still_prints_one_document(run: Run) -> None:
+    asked = run("verify", "mine:leaving", "--mode", "full", "--json")
+    assert (asked.code, json.loads(asked.out)["error"]) == (3, "SystemExit")
+
+
 def test_a_reader_sees_both_steps_beside_each_other(run: Run) -> None:
     asked = run("measure", TINY, "--mode", "full", "--sequence", "16", "--on", "cpu", "--optimizer", "sgd")
     assert asked.code == 0

@@ -111,11 +111,12 @@ def test_a_budget_is_planned_for_the_part_that_is_named(tmp_path: Path) -> None:
     from actmem.integrations.lightning import ActmemCallback
 
     plain, data = fit(package, tmp_path), Sentences()
-    budget = actmem.Budget("480KiB", device="h100-80gb", microbatches=2)
+    budget = actmem.Budget("480KiB", device="h100-80gb")
     callback = ActmemCallback(budget, module="model", example=padded([data[0], data[1]]))
     managed = fit(package, tmp_path, callback)
     assert managed.losses == plain.losses
     assert callback.applied is not None and callback.applied.plan.predicted is not None
+    assert callback.applied.plan.predicted.microbatches == 2, "as many as the trainer accumulates over"
     assert callback.applied.report().recomputed_bytes > 0
 
 
@@ -145,5 +146,9 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
         ActmemCallback(actmem.Budget("1GiB"))
     with pytest.raises(actmem.ModeError, match=r"example is for a Budget.*Full is not"):
         ActmemCallback(actmem.Full(), example=())
+    with pytest.raises(actmem.ModeError, match=r"a Budget runs forward, and Writer has none.*Its parts: model"):
+        fit(package, tmp_path, ActmemCallback(actmem.Budget("1GiB"), example=()))
+    with pytest.raises(actmem.ModeError, match=r"on_metrics = 'wandb' is no function"):
+        ActmemCallback(actmem.Full(), on_metrics="wandb")
     with pytest.raises(actmem.StructureError, match=r"module = 'net' is no part of Writer. Its parts: model."):
         fit(package, tmp_path, ActmemCallback(actmem.Full(), module="net"))

@@ -176,6 +176,8 @@ class Doctor(Common):
     """A configuration of DeepSpeed."""
     mode: _Mode = None
     """A mode to check with, as for `actmem show`."""
+    blocks: _Text = None
+    """As for `actmem fit`."""
     run: _Flag = False
     """Run a few real steps too: determinism, gradients, buffers, memory. For models that fit this machine."""
     sequence: _Number = None

@@ -34,6 +34,8 @@ def run(asked: Doctor, screen: Screen) -> tuple[DoctorShown, int]:
             "nothing was named to look at. Write actmem doctor --model MODEL, or give settings: --trainer-args FILE, "
             "--accelerate FILE or --deepspeed FILE; --run needs a model."
         )
+    if asked.blocks is not None:
+        given["blocks"] = asked.blocks
     if asked.mode is not None:
         given["mode"] = read_mode(asked.mode)
     with screen.progress("looking"):

@@ -15,6 +15,7 @@ import re
 import traceback
 from pathlib import Path
 
+from actmem.causes import explain
 from actmem.errors import ActmemError, BudgetError, DeviceError, ModeError, StructureError
 
 __all__ = ["ANSWER_IS_NO", "INTERRUPTED", "MODEL_FAILED", "WRONG_COMMAND", "exit_code", "shown_message", "users_part"]
@@ -31,7 +32,6 @@ _OPTIONS = (
     "sequence",
     "batch",
     "blocks",
-    "layers",
 )
 _ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})=(?:'([^']*)'|\"([^\"]*)\"|(\w+(?:\.\w+)*))")
 _PACKAGE = str(Path(__file__).parents[1])
@@ -77,5 +77,14 @@ def users_part(error: BaseException) -> str:
     head = ["Traceback (most recent call last, your part):\n", *traceback.format_list(frames)]
     what = "".join(traceback.format_exception_only(error)).rstrip()
     if not frames:
+        known = explain(error).best
+        if known is not None:
+            return f"{what}\n{known.what} {known.fix}"
+        if isinstance(error, TypeError) and "argument" in str(error):
+            return (
+                f"{what}\nYour function, or your model's forward, takes other arguments. A function is called with "
+                "batch and sequence where it names them; the batch is a dict for model(**batch) or a tuple for "
+                "model(*batch)."
+            )
         return f"{what}\nNone of your code was running: please report this, with what --traceback shows."
     return "".join(head) + f"{what}\nThe model could not be built or run; --traceback shows every frame."

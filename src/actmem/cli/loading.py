@@ -135,10 +135,10 @@ def _from_config(asked: Loading, place: str, *, untouched: bool) -> Loaded:
         ) from None
     try:
         config: Any = library.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
+    except Exception as error:  # noqa: BLE001  # its checks raise classes of their own
         raise ModeError(
-            f"{str(path)!r} is no config of transformers: {str(error).splitlines()[0]} Expected a config.json with a "
-            "model_type that transformers knows."
+            f"{str(path)!r} is no config of transformers: {' '.join(str(error).split())[:300]} Expected a config.json "
+            "with a model_type that transformers knows."
         ) from None
     config.use_cache = untouched and getattr(config, "use_cache", False)
     given: Any = getattr(config, "dtype", None)
@@ -159,9 +159,20 @@ def _from_config(asked: Loading, place: str, *, untouched: bool) -> Loaded:
         _check_room(model, asked.model, place)
         model = built(place)
     text: Any = config.get_text_config()
-    usual = min(_SEQUENCE, getattr(text, "max_position_embeddings", None) or _SEQUENCE)
+    most = getattr(text, "max_position_embeddings", None)
+    usual = min(_SEQUENCE, most or _SEQUENCE)
+    words: Any = cast(Any, model).get_input_embeddings()
+    learned = any(
+        isinstance(m, nn.Embedding) and m is not words and m.num_embeddings in (most, (most or 0) + 2)
+        for m in model.modules()
+    )
 
     def make_batch(sequence: int | None, batch: int | None) -> Batch:
+        if learned and most is not None and (sequence or 0) > most:
+            raise ModeError(
+                f"sequence = {sequence} is longer than the {most} positions that {asked.model} has. Write --sequence "
+                f"{most}, or --most {most} for actmem largest."
+            )
         return _tokens(text.vocab_size, sequence or usual, batch or 1, place)
 
     return Loaded(asked.model, "config", model.train(), make_batch(asked.sequence, asked.batch), make_batch)

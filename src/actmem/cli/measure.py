@@ -19,7 +19,7 @@ from actmem.cli.naming import FORMS, the_mode
 from actmem.cli.schema import Measured, MeasureShown, VerifyShown
 from actmem.cli.screen import Screen, flops_text, seconds_text, table
 from actmem.cli.shared import described
-from actmem.errors import ModeError, SelfCheckError
+from actmem.errors import ModeError, SelfCheckError, UnsupportedError
 from actmem.modes import Mode, SaveEverything
 from actmem.plan import Plan
 from actmem.planner.following import follow
@@ -32,6 +32,15 @@ __all__ = ["run", "run_verify", "show", "show_verify"]
 _NUM_TIMED = 3
 
 
+def _profiled(loaded: Loaded, blocks: str | None, optimizer: str | None) -> Profile:
+    """Profile on fake tensors, or for real where the model looks at numbers: it is run here in any case."""
+    options: dict[str, Any] = {"loss": loaded.loss, "blocks": blocks, "optimizer": optimizer}
+    try:
+        return actmem.profile(loaded.model, loaded.batch, **options)
+    except UnsupportedError:
+        return actmem.profile(loaded.model, loaded.batch, fake=False, **options)
+
+
 def run(asked: Measure, screen: Screen) -> tuple[MeasureShown, int]:
     """Train a few steps, plain and under a mode, and count."""
     mode = the_mode(asked.mode, asked.plan)
@@ -39,7 +48,7 @@ def run(asked: Measure, screen: Screen) -> tuple[MeasureShown, int]:
     with screen.progress("building the model"):
         loaded = load(asked, place=place)
         optimizer = None if asked.optimizer == "none" else asked.optimizer
-        profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, blocks=asked.blocks, optimizer=optimizer)
+        profile = _profiled(loaded, asked.blocks, optimizer)
     with screen.progress("training plain"):
         plain = _measured(loaded, asked, None, profile)
     managed = None
@@ -146,7 +155,7 @@ def run_verify(asked: Verify, screen: Screen) -> tuple[VerifyShown, int]:
     place = runs_on(asked.on)
     with screen.progress("building the model"):
         loaded = load(asked, place=place)
-        profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, blocks=asked.blocks)
+        profile = _profiled(loaded, asked.blocks, "adamw")
     saved_bytes, num_replayed = 0, 0
     with screen.progress("running two steps"):
         try:

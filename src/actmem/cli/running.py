@@ -57,7 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after `actmem`. None: those that the process was started with.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _main(words: list[str]) -> int:
     screen = Screen()
     wants_json = "--json" in words
     try:
@@ -65,25 +72,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else WRONG_COMMAND
         if code and wants_json:
-            _print_json(Failed(error="UsageError", message="the command line was not understood", exit_code=code))
+            _print_failure("UsageError", "the command line was not understood", code)
         return code
     whole = asked.traceback or os.environ.get("ACTMEM_TRACEBACK", "") not in ("", "0")
     try:
         return _run(asked, screen)
     except KeyboardInterrupt:
         screen.note("interrupted")
+        if asked.json:
+            _print_failure("KeyboardInterrupt", "interrupted", INTERRUPTED)
         return INTERRUPTED
     except SystemExit as stop:
-        screen.note(f"the code of the model ended the process: exit({stop.code!r})")
+        said = f"the code of the model ended the process: exit({stop.code!r})"
+        screen.note(f"error: {said}")
+        if asked.json:
+            _print_failure("SystemExit", said, MODEL_FAILED)
         return MODEL_FAILED
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        raise
     except Exception as error:  # noqa: BLE001  # whatever it is, a user gets a message and an exit code
         _say(error, screen, whole=whole)
         if asked.json:
-            kind = type(error).__name__
-            _print_json(Failed(error=kind, message=shown_message(error), exit_code=exit_code(error)))
+            _print_failure(type(error).__name__, shown_message(error), exit_code(error))
         return exit_code(error)
 
 
@@ -122,6 +132,12 @@ def _run(asked: Command, screen: Screen) -> int:
     else:
         getattr(module, printer)(shown, screen)
     return code
+
+
+def _print_failure(kind: str, message: str, code: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody reads it, and the exit code still tells
+        _print_json(Failed(error=kind, message=message, exit_code=code))
+        sys.stdout.flush()
 
 
 def _print_json(shown: Document) -> None:

@@ -63,8 +63,9 @@ def table(title: str, *columns: str, num_texts: int = 1) -> Table:
     """Begin a table whose first columns are texts, and the others numbers."""
     made = _Table(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD)
     for nth, column in enumerate(columns):
-        options: dict[str, Any] = {"overflow": "fold"} if nth < num_texts else {"justify": "right", "no_wrap": True}
-        made.add_column(Text(column), **options)
+        text = nth < num_texts
+        options: dict[str, Any] = {"min_width": 9} if text else {"min_width": 7, "justify": "right"}
+        made.add_column(Text(column), overflow="fold", **options)
     return made
 
 

@@ -13,6 +13,7 @@ from actmem.diagnosis.findings import SEVERITIES, Diagnosis, Finding, NotMadeErr
 from actmem.diagnosis.regions import Case
 from actmem.diagnosis.setups import Source, read_setup
 from actmem.diagnosis.sources import saved_tensors_twice
+from actmem.errors import ModeError
 from actmem.modes import Mode
 from actmem.plan import Plan
 
@@ -92,6 +93,12 @@ def doctor(
     >>> found.ok, found.findings[0].check, found.findings[0].found.partition(", with")[0]
     (False, 'batch-norm', 'batch norm in the blocks, at 0.1, 1.1, 2.1')
     """
+    if model is not None and not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
+        raise ModeError(
+            f"the model is a {type(model).__name__}. Expected an nn.Module, or None for the settings alone."
+        )
+    if versions is not None and not isinstance(versions, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ModeError(f"versions = {versions!r} is no dict. Write versions={{'torch': '2.12.0'}}.")
     setup = read_setup(trainer_args, accelerate, deepspeed)
     if isinstance(example, Mapping):
         example = dict(example)

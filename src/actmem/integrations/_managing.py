@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, finalize, ref
 from torch import nn
 
 from actmem.applying import Applied, apply
+from actmem.errors import ModeError
 from actmem.integrations.metrics import Metrics, Recorder
 from actmem.modes import Mode
 from actmem.plan import Plan
@@ -36,6 +37,8 @@ class Managing:
     def __init__(
         self, mode: Mode | Plan, on_metrics: Callable[[Metrics], object] | None, options: ApplyOptions
     ) -> None:
+        if on_metrics is not None and not callable(on_metrics):  # pyright: ignore[reportUnnecessaryComparison] # callers may not check
+            raise ModeError(f"on_metrics = {on_metrics!r} is no function. Write on_metrics=wandb.log, or leave it out.")
         self.mode = mode
         self.applied: Applied | None = None
         """The handle, as from `actmem.apply`. Its report and plan can still be read when training is over."""

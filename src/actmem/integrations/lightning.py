@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -84,7 +85,16 @@ class ActmemCallback(Managing, Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Change the module, before a fit."""
         if stage == "fit":
-            self._put_on(self._part(pl_module), self.mode, self._example)
+            if isinstance(self.mode, Budget) and not self._path and _has_no_forward(pl_module):
+                names = ", ".join(name for name, _ in pl_module.named_children()) or "none"
+                raise ModeError(
+                    f"a Budget runs forward, and {type(pl_module).__name__} has none of its own. Name the part that it "
+                    f"is for: ActmemCallback(..., module='model'). Its parts: {names}."
+                )
+            mode, num = self.mode, trainer.accumulate_grad_batches
+            if isinstance(mode, Budget) and mode.microbatches == 1:
+                mode = replace(mode, microbatches=num)
+            self._put_on(self._part(pl_module), mode, self._example)
             self._num_steps = 0
 
     def _part(self, whole: nn.Module) -> nn.Module:
@@ -114,6 +124,10 @@ class ActmemCallback(Managing, Callback):
         """Change the module back."""
         if stage == "fit":
             self._take_off()
+
+
+def _has_no_forward(module: nn.Module) -> bool:
+    return type(module).forward.__qualname__.startswith(("LightningModule.", "_forward_unimplemented"))
 
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")

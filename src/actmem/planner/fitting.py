@@ -167,7 +167,15 @@ def fit_profile(
     if not few and (not solution.feasible or solution.gap > _NEAR):
         solution = best(named or named_keeps(chief))
     if not solution.feasible:
-        raise BudgetError(refusal(chief, solution, budget_bytes, offloaded=where is not None, headroom=headroom))
+        text = refusal(
+            chief,
+            solution,
+            budget_bytes,
+            offloaded=where is not None,
+            headroom=headroom,
+            accelerator=is_accelerator(known),
+        )
+        raise BudgetError(text)
     plan, found = _written(chief, _one_for_each_block(chief, solution.keeps), budget_bytes, where)
     _check_peaks(plan, [p for p in profiles if p is not chief], chief, budget_bytes)
     return replace(plan, predicted=_predicted(chief, solution, found, budget_bytes, known, whole, headroom))

@@ -13,7 +13,7 @@ from actmem.profiling.sharding import STEP, sharded
 __all__ = ["refusal"]
 
 
-def refusal(p: Profile, s: Solution, budget_bytes: int, *, offloaded: bool, headroom: float) -> str:
+def refusal(p: Profile, s: Solution, budget_bytes: int, *, offloaded: bool, headroom: float, accelerator: bool) -> str:
     """Write the message of a budget that cannot be kept."""
     simulated = simulate(p, s.keeps, exact=True, timeline=True)
     peak = s.peak_bytes
@@ -35,13 +35,15 @@ def refusal(p: Profile, s: Solution, budget_bytes: int, *, offloaded: bool, head
     lines = [first + f"{', '.join(parts)}."]
     if s.least_peak_bytes is not None:
         lines[0] += f" No plan of these blocks can be below {size(s.least_peak_bytes)}."
-    lines += [f"What would help: {help_}" for help_ in _helps(p, s, simulated, offloaded=offloaded)]
+    lines += [
+        f"What would help: {help_}" for help_ in _helps(p, s, simulated, offloaded=offloaded, accelerator=accelerator)
+    ]
     enough = math.ceil(peak / (1 - headroom) / 2**20) * 2**20
     lines.append(f"Or allow it: budget={enough} ({size(enough)}).")
     return "\n".join(lines)
 
 
-def _helps(p: Profile, s: Solution, simulated: Simulated, *, offloaded: bool) -> list[str]:
+def _helps(p: Profile, s: Solution, simulated: Simulated, *, offloaded: bool, accelerator: bool) -> list[str]:
     found: list[str] = []
     peak, timeline = s.peak_bytes, simulated.timeline
     in_step = simulated.peak_op != STEP  # what the optimizer takes depends on no batch and no decision
@@ -59,12 +61,13 @@ def _helps(p: Profile, s: Solution, simulated: Simulated, *, offloaded: bool) ->
         )
     if not offloaded and in_step:
         away = simulate(p, [["offload" if k == "save" else k for k in keep] for keep in s.keeps], exact=True)
-        if away.peak_bytes < peak:
-            found.append(f"offload='host' or 'disk': {size(away.peak_bytes)}.")
+        if size(away.peak_bytes) != size(peak):
+            where = "offload='host' or 'disk'" if accelerator else "offload='disk'"
+            found.append(f"{where}: {size(away.peak_bytes)}.")
     for num_ranks in (2, 8):
         if p.shard == 1:
             one = simulate(sharded(p, num_ranks), s.keeps, exact=True).peak_bytes
-            if one < peak:
+            if one < peak and size(one) != size(peak):
                 found.append(f"sharding over {num_ranks} ranks, shard={num_ranks}: {size(one)} on each.")
     if p.optimizer_bytes and p.shard == 1:
         found.append(f"an optimizer without state: {size(peak - p.optimizer_bytes)}.")

@@ -387,10 +387,11 @@ def loss_of(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if value is None and isinstance(out, Tensor) and out.dim() == 0:
         value = out
     if value is None:
+        kind = "Tensor" if isinstance(out, Tensor) else type(out).__name__
+        how = 'out["loss"]' if isinstance(out, dict) and "loss" in out else "out.float().pow(2).mean()"
         raise ModeError(
-            f"the model returned {type(out).__name__}, which is neither a scalar nor has a .loss. Pass loss=, a "
-            "function of the output, such as "
-            "loss=lambda out: out.float().pow(2).mean()."
+            f"the model returned {kind}, which is neither a scalar nor has a .loss. Pass loss=, a function of the "
+            f"output, such as loss=lambda out: {how}."
         )
     return value
 
