@@ -165,7 +165,9 @@ def fit_profile(
     few = len(chief.layers) <= _FEW_LAYERS
     solution = best((named or named_keeps(chief)) if few else ())
     if not few and (not solution.feasible or solution.gap > _NEAR):
-        solution = best(named or named_keeps(chief))
+        named = named or named_keeps(chief)
+        if not solution.feasible or any(_is_faster(chief, keeps, seconds, budget_bytes, solution) for keeps in named):
+            solution = best(named)
     if not solution.feasible:
         text = refusal(
             chief,
@@ -200,6 +202,13 @@ def _written(chief: Profile, keeps: Keeps, budget_bytes: int, where: Offload | N
         if found.peak_bytes <= budget_bytes and found.replayed == simulated.replayed:
             return plan, found
     raise AssertionError("the rules do not do what was planned. Please report this, with the model and the budget.")
+
+
+def _is_faster(p: Profile, keeps: Keeps, seconds: Sequence[float], budget_bytes: int, solution: Solution) -> bool:
+    """Tell whether decisions fit the budget and take less time than a solution."""
+    found = simulate(p, keeps, exact=True)
+    again = sum(seconds[p.layers[n].calls[c].cost] for n, calls in enumerate(found.replayed) for c in calls)
+    return found.peak_bytes <= budget_bytes and again < solution.replay_seconds + solution.stall_seconds
 
 
 _FEW_LAYERS = 48
