@@ -454,6 +454,7 @@ ALL: dict[str, Step] = STRICT | {
     "constant_writes": writes.constant_writes,
     "overwrite": writes.overwrite,
     "out": writes.out,
+    "unfilled": writes.unfilled,
     "complex_pool": _complex_pool,
     "dirty": _dirty,
     "dead": _dead,

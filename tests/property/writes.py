@@ -66,6 +66,54 @@ def inplace_slice(p: Pool, r: Random) -> Any:
     return [t] if r.random() < 0.3 else []
 
 
+def unfilled(p: Pool, r: Random) -> Any:
+    """Read a buffer that is filled in part, or not at all, by an operator that writes, draws or takes a list."""
+    t, u = p.matrix(r), p.matrix(r)
+    kind = r.choice([torch.empty, t.new_empty])
+
+    def filled(rows: int = ROWS) -> Tensor:
+        buffer = kind(2 * ROWS, COLS)
+        buffer[:rows] = t[:rows].detach() if r.random() < 0.5 else t[:rows]
+        return buffer[:rows]
+
+    def and_later_the_rest(read: Any) -> Tensor:
+        buffer = kind(2 * ROWS, COLS)
+        buffer[:ROWS] = t.detach()
+        made = read(buffer[:ROWS].detach())
+        buffer[ROWS:] = u.detach()
+        return made * buffer[2 : 2 + ROWS]
+
+    def of_both(a: Tensor, b: Tensor) -> Tensor:
+        torch._foreach_mul_([a, b], [filled().detach(), u.detach()])
+        return a.sin() * b
+
+    def out() -> Tensor:
+        with torch.no_grad():
+            return torch.mul(filled(), 2.0, out=kind(ROWS, COLS)).tanh()
+
+    made = r.choice(
+        [
+            lambda: (u + 0).add_(filled()),
+            lambda: (u + 1).mul_(filled().detach()).sin(),
+            lambda: torch.zeros(ROWS, COLS).copy_(filled()) * u,
+            lambda: torch.zeros(ROWS, COLS).addcmul_(filled(), u),
+            lambda: (u * 1)[1:3].copy_(filled(2)).exp().tanh().repeat(2, 1),
+            lambda: torch.bernoulli(torch.empty_like(t), 0.5) * u,
+            lambda: torch.bernoulli(torch.empty(()).expand(ROWS, COLS), 0.5).div_(0.5) * u,
+            lambda: torch.func.vmap(lambda row: F.dropout(row, 0.4, True), randomness="different")(t).sin(),
+            lambda: torch.normal(filled().detach(), 1.0).tanh() * u,
+            lambda: torch.bernoulli(filled().detach().sigmoid().mul_(0.5)) * u,
+            lambda: of_both(t + 0, t + 1),
+            lambda: torch.cat([filled(2), u])[:ROWS].sin(),
+            lambda: torch.stack([filled(), u], 1).exp().tanh().sum(1),
+            lambda: out() * u,
+            lambda: and_later_the_rest(lambda b: (u + 0).add_(b).sin()),
+            lambda: and_later_the_rest(lambda b: torch.cat([b, u])[:ROWS].tanh()),
+        ]
+    )()
+    return [made, made.exp().tanh()]
+
+
 def foreach(p: Pool, r: Random) -> Any:
     t, u = p.target(r), p.target(r)
     v = p.matrix(r)

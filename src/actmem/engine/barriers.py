@@ -68,14 +68,20 @@ def owe(debts: tuple[Value, ...] | None, more: tuple[Value, ...]) -> tuple[Value
     return debts + tuple(v for v in more if v not in debts)
 
 
-def all_debts(refs: list[tuple[Any, ...]]) -> tuple[Value, ...] | None:
-    """Return what a node that reads these owes. A version that is being filled piece by piece passes on its debts."""
+def all_debts(refs: list[tuple[Any, ...]], filling: Any = None) -> tuple[Value, ...] | None:
+    """Return what a node that reads these owes.
+
+    Args:
+        refs: what it reads.
+        filling: the storage that the node fills a piece of. The version before is not owed: should the last piece be
+            written, it can be made again, and until then neither can the new one. What it owes is passed on.
+    """
     debts = None
     for ref in refs:
         value: Value | None = ref[2]
         if value is None or value.held is not None:
             continue
-        if value.node is None and value.pending is None:
+        if value.node is None and (filling is None or value.storage() is not filling):
             debts = owe(debts, (value,))
         elif value.debts is not None:
             debts = owe(debts, value.debts)

@@ -340,7 +340,8 @@ class Tape(Holdings, TorchDispatchMode):
                 value.version = UNCHECKED  # its counter moves after this handler has returned
             made.append((-1 - k, _ref(value)))
             if coverage is not None and node is not None:
-                value.coverage, value.pending, value.debts = coverage, node, barriers.all_debts(node.refs)
+                value.coverage, value.pending = coverage, node
+                value.debts = barriers.all_debts(node.refs, storage)
                 node.outs = made
                 if coverage.full:
                     _promote(value)
