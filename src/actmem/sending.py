@@ -29,7 +29,7 @@ from actmem.settings import Offload, Place
 from actmem.structure import find_head
 from actmem.torchcompat import alias, storage_key
 
-__all__ = ["Kept", "Offloading", "offload"]
+__all__ = ["Kept", "Offloading", "Sent", "can_move", "offload", "send", "unpack"]
 
 
 class Offloading(contextlib.ContextDecorator):
@@ -76,7 +76,7 @@ class Offloading(contextlib.ContextDecorator):
                     self._head.register_forward_pre_hook(self._reaches_head),
                 ):
                     stack.callback(handle.remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, unpack))
             self._entered.append(stack.pop_all())
         return self
 
@@ -92,19 +92,13 @@ class Offloading(contextlib.ContextDecorator):
         self._past_head = True  # and so is the loss, which comes after
 
     def _pack(self, tensor: Tensor) -> Any:
-        if self._past_head or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
-            return Kept(tensor)
-        storage = tensor.untyped_storage()
         stays = (
-            storage.nbytes() < max(self._settings.min_bytes, 1)
+            self._past_head
+            or not can_move(tensor, self._settings)
             or (tensor.is_leaf and tensor.requires_grad)
-            or tensor.device.type == "meta"
-            or (tensor.device.type == "cpu" and self._settings.to == "host" and not self._settings.copy_cpu)
-            or storage_key(storage) in self._state
+            or storage_key(tensor.untyped_storage()) in self._state
         )
-        if stays:
-            return Kept(tensor)
-        return _Packed(self._offloader.send(without_bits(alias(tensor))), geometry(tensor))
+        return Kept(tensor) if stays else send(tensor, self._offloader)
 
 
 class Kept:
@@ -131,7 +125,7 @@ class Kept:
         return self.tensor
 
 
-class _Packed:
+class Sent:
     """What autograd holds in the place of a saved tensor that was sent."""
 
     __slots__ = ("geometry", "ticket")
@@ -140,7 +134,25 @@ class _Packed:
         self.ticket, self.geometry = ticket, seen_as
 
 
-def _unpack(packed: Kept | _Packed) -> Tensor:
+def can_move(tensor: Tensor, settings: Offload) -> bool:
+    """Tell whether a saved tensor is large enough to be sent, of a kind that can be, and has somewhere to go."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.untyped_storage().nbytes() >= max(settings.min_bytes, 1)
+        and tensor.device.type != "meta"
+        and (tensor.device.type != "cpu" or settings.to != "host" or settings.copy_cpu)
+    )
+
+
+def send(tensor: Tensor, offloader: Offloader) -> Sent:
+    """Send a saved tensor; `unpack` of what is returned fetches it."""
+    return Sent(offloader.send(without_bits(alias(tensor))), geometry(tensor))
+
+
+def unpack(packed: Kept | Sent) -> Tensor:
+    """Return the saved tensor: the unpack hook of everything here."""
     if isinstance(packed, Kept):
         return packed.open()
     with torch.no_grad():

@@ -287,6 +287,79 @@ def test_other_bad_values_are_refused_on_a_cpu_too() -> None:
             get_act_offloading_ctx_manager(ZOO["llama"].build(), **bad)
 
 
-def test_a_manager_without_a_model_says_how_to_name_one() -> None:
-    with pytest.raises(ModeError, match=r"get_act_offloading_ctx_manager\(model\)"), OffloadActivations():
-        pass
+def saved_by(model: nn.Module, manager: Any, x: Tensor) -> int:
+    model.zero_grad()
+    with manager:
+        loss = model(x).sum()
+    loss.backward()
+    out_bytes = manager.ledger.out_bytes
+    manager.close()
+    return out_bytes
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_manager_without_a_model_sends_activations_and_leaves_parameters(frozen: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    model[2].weight.requires_grad_(not frozen)
+    x = torch.randn(16, 64)
+    model(x).sum().backward()
+    wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    sent = saved_by(model, OffloadActivations(copy_cpu=True), x)
+    assert all(torch.equal(p.grad, wanted[n]) for n, p in model.named_parameters() if n in wanted)
+    each = 16 * 64 * 4
+    assert sent == 2 * each, "the input and the result of tanh, and no weight of 16 KiB"
+
+
+def test_a_manager_without_a_model_has_nothing_to_do_on_a_cpu() -> None:
+    assert saved_by(nn.Linear(64, 64), OffloadActivations(), torch.randn(16, 64)) == 0
+
+
+def test_parameters_that_were_named_stay_even_where_they_cannot_be_told_from_activations() -> None:
+    weight = torch.randn(64, 64)  # as of a shard that FSDP has gathered: neither a Parameter nor a view of one
+    manager = OffloadActivations(copy_cpu=True)
+    manager.param_storages = {weight.untyped_storage().data_ptr()}
+    x = torch.randn(16, 64, requires_grad=True)
+    with manager:
+        (x @ weight).sum().backward()
+    assert manager.ledger.out_bytes == 0
+    model = nn.Linear(64, 64)
+    manager.update_model_params(model)
+    assert manager.param_storages == {p.untyped_storage().data_ptr() for p in model.parameters()}
+    manager.close()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_manager_says_whether_it_copies_beside_the_computation(streams: bool) -> None:
+    assert get_act_offloading_ctx_manager(ZOO["llama"].build(), use_streams=streams).use_streams is streams
+
+
+class Tied:
+    """Not a module, as in torchtune: what it holds is the head."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        self.linear = linear
+
+
+class TiedOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, head = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.output = Tied(head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output.linear(self.body(x).tanh()).square()
+
+
+def test_a_head_is_found_in_what_is_not_a_module_itself() -> None:
+    model = TiedOutput()
+    manager = get_act_offloading_ctx_manager(model, copy_cpu=True)
+    assert saved_by(model, manager, torch.randn(16, 64)) == 2 * 16 * 64 * 4, "the input and the result of tanh"
+
+
+def test_the_mixin_is_a_trainer_by_itself(tmp_path: Path) -> None:
+    losses, _ = plain(tmp_path, "llama")
+    got, _, trainer = train(
+        tmp_path, "llama", ActivationOffloadingMixin, activation_offloading=True, activation_offloading_copy_cpu=True
+    )
+    assert got == losses and sent_bytes(trainer) > 0

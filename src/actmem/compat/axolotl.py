@@ -1,8 +1,10 @@
 """Activation offloading under the names of axolotl and TRL.
 
 There the manager is a pair of hooks with a table of tensors of its own. Here it is `actmem.offload`, and for
-`"hidden_states"` a plan of actmem. See docs/compat_axolotl.md.
+`"hidden_states"` a plan of actmem. Only the mixin imports transformers, when it is asked for. See
+docs/compat_axolotl.md.
 
+>>> import torch
 >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
 >>> manager = get_act_offloading_ctx_manager(model, warn_if_no_head=False)  # on a CPU there is nowhere to go
 >>> with manager:
@@ -13,28 +15,34 @@ There the manager is a pair of hooks with a table of tensors of its own. Here it
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import nn
 
-from actmem.applying import Applied, apply
-from actmem.checking import device_of
+from actmem.compat._axolotl_checkpoints import (
+    CheckpointActivationOffloadStats,
+    CheckpointHiddenStatesOffload,
+    ac_wrap_hf_model,
+    apply_selective_checkpointing,
+    get_checkpoint_hidden_states_offloading_ctx_manager,
+)
 from actmem.compat._axolotl_manager import NoOpManager, OffloadActivations
-from actmem.errors import ModeError
-from actmem.modes import Full
-from actmem.settings import Offload
+
+if TYPE_CHECKING:
+    from actmem.compat._axolotl_mixin import ActivationOffloadingMixin
 
 __all__ = [
     "ActivationOffloadingMixin",
+    "CheckpointActivationOffloadStats",
+    "CheckpointHiddenStatesOffload",
     "NoOpManager",
     "OffloadActivations",
+    "ac_wrap_hf_model",
+    "apply_selective_checkpointing",
     "get_act_offloading_ctx_manager",
+    "get_checkpoint_hidden_states_offloading_ctx_manager",
     "get_lora_act_offloading_ctx_manager",
 ]
-
-_VALUES = (True, False, None, "legacy", "disk", "hidden_states")
 
 
 def get_act_offloading_ctx_manager(
@@ -85,63 +93,13 @@ def get_lora_act_offloading_ctx_manager(
     )
 
 
-if TYPE_CHECKING:
-
-    class _Trainer:
-        """What the mixin uses of transformers' Trainer."""
-
-        args: Any
-        model: nn.Module
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
-
-else:
-    _Trainer = object
-
-
-class ActivationOffloadingMixin(_Trainer):
-    """Offload in each training step of a transformers Trainer: `class MyTrainer(ActivationOffloadingMixin, Trainer)`.
-
-    `args.activation_offloading` says how. True copies to host memory beside the computation, "legacy" in its line;
-    "disk" writes to a private file; "hidden_states" sends what each block is given and recomputes the rest of it;
-    False and None do nothing. Read where they exist: `args.activation_offloading_directory` for "disk", and
-    `args.activation_offloading_copy_cpu`, which has values of a model on the CPU copied too, for tests.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.activation_offload_applied: Applied | None = None
-        self.activation_offload_context: AbstractContextManager[Any] = nullcontext()
-        value = cast(object, getattr(self.args, "activation_offloading", False))
-        if not any(value is known or (isinstance(known, str) and value == known) for known in _VALUES):
-            raise ModeError(
-                f"activation_offloading = {value!r} is not known. Permitted: True, 'legacy', 'disk', 'hidden_states', "
-                "False."
-            )
-        if not value:
-            return
-        copy_cpu = bool(getattr(self.args, "activation_offloading_copy_cpu", False))
-        # Where the Trainer switches checkpointing on, what is left to send is what its regions keep: their inputs.
-        if value == "hidden_states" and not getattr(self.args, "gradient_checkpointing", False):
-            self.activation_offload_applied = _hidden_states(self.model, copy_cpu=copy_cpu)
-        else:
-            self.activation_offload_context = get_act_offloading_ctx_manager(
-                self.model,
-                use_streams=value != "legacy",
-                to="disk" if value == "disk" else "host",
-                directory=getattr(self.args, "activation_offloading_directory", None),
-                copy_cpu=copy_cpu,
-            )
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Take the Trainer's own step with the activations away."""
-        with self.activation_offload_context:
-            return super().training_step(*args, **kwargs)
-
-
-def _hidden_states(model: nn.Module, *, copy_cpu: bool) -> Applied:
-    """Recompute every block from its inputs, and send those away where there is somewhere to go."""
-    if device_of(model).type == "cpu" and not copy_cpu:
-        return apply(model, Full())
-    return apply(model, Full(offload_inputs=Offload(to="host", min_bytes=1024, copy_cpu=copy_cpu)))
+def __getattr__(name: str) -> Any:
+    """Import the mixin when it is asked for: it derives from transformers' Trainer, which is large, or not there."""
+    if name != "ActivationOffloadingMixin":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from actmem.compat import _axolotl_mixin
+    except ImportError as error:
+        raise ImportError(f"{name} derives from transformers' Trainer: pip install transformers ({error}).") from error
+    globals()[name] = _axolotl_mixin.ActivationOffloadingMixin
+    return globals()[name]

@@ -40,7 +40,8 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
 
 def _at(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
+    # Not get_submodule: what ties an output to the embedding may be a plain object that holds the module.
+    found: object = model
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, nn.Module) else None
