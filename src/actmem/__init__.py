@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from actmem.settings import Offload
     from actmem.verification import Verification, verify
 
+__version__ = "0.1.0.dev0"
+
 __all__ = [
     "ActmemError",
     "Applied",

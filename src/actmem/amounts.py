@@ -15,11 +15,17 @@ UNITS = {
 }
 """How many bytes each unit has: `GB` is decimal, `GiB` is binary."""
 
-_UNIT_OF = {name.lower(): num_bytes for name, num_bytes in UNITS.items()}
-_AMOUNT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]+)?", re.ASCII | re.IGNORECASE)
+_UNIT_OF = {name.lower(): num_bytes for name, num_bytes in UNITS.items()} | {
+    name[0].lower(): num_bytes for name, num_bytes in UNITS.items() if name.endswith("iB")
+}
+"""A letter alone is binary, as for `ls -h`, `docker run --memory` and Slurm: `G` is `GiB`."""
+_LEAST_BYTES = 4096
+"""A bare number below this has lost its unit: no training takes place in less than a page of memory."""
+_AMOUNT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]+|%)?", re.ASCII | re.IGNORECASE)
 _EXPECTED = (
-    f"Expected a text with a unit ({', '.join(UNITS)}), such as '20GiB'; an int of bytes; or a float above 0 and up to "
-    "1.0, as a fraction of the device's memory."
+    f"Expected a text with a unit ({', '.join(UNITS)}; K, M, G and T are KiB to TiB), such as '20GiB'; a percentage of "
+    f"the device's memory, such as '90%'; an int of at least {_LEAST_BYTES} bytes; or a float above 0 and up to 1.0, "
+    "as a fraction of the device's memory."
 )
 
 
@@ -40,14 +46,15 @@ def parse_budget(budget: str | int | float, *, device_bytes: int | None) -> int:
     """Return how many bytes a budget allows, rounded down.
 
     A text may also be a bare number, as a command line gives it: `"0.9"` is read as 0.9, `"21474836480"` as the int.
+    `G` alone is `GiB`. An int that is too small to be bytes, such as 72, has lost its unit and is refused.
 
     >>> parse_budget("20GiB", device_bytes=None), parse_budget("20 GB", device_bytes=None)
     (21474836480, 20000000000)
-    >>> parse_budget(0.9, device_bytes=80_000_000_000)
-    72000000000
+    >>> parse_budget(0.9, device_bytes=80_000_000_000), parse_budget("90%", device_bytes=80_000_000_000)
+    (72000000000, 72000000000)
 
     Args:
-        budget: An amount with a unit, an int of bytes, or a fraction of `device_bytes`.
+        budget: An amount with a unit, an int of bytes, a percentage, or a fraction of `device_bytes`.
         device_bytes: The memory of the device; None if it is not known, and then a fraction is refused.
 
     Raises:
@@ -55,10 +62,12 @@ def parse_budget(budget: str | int | float, *, device_bytes: int | None) -> int:
     """
     amount = _number_of(budget)
     if not math.isfinite(amount):
-        raise _refused(budget, "is no amount of memory")
+        raise _refused(budget, "is not an amount of memory")
     if amount <= 0:
         raise _refused(budget, "leaves no memory at all" if amount == 0 else "is less than nothing")
     if isinstance(amount, int):
+        if amount < _LEAST_BYTES and str(budget).strip().isdecimal():
+            raise ModeError(f"{amount} bytes? Write budget='{amount}GiB'. If bytes are meant: budget='{amount}B'.")
         return amount
     if amount > 1:
         raise _refused(budget, "is a fraction above 1, and no device has more than all of its memory")
@@ -79,14 +88,16 @@ def _number_of(budget: object) -> int | float:
         return _number_in(budget)
     if isinstance(budget, (int, float)) and not isinstance(budget, bool):
         return budget
-    raise _refused(budget, "is no amount of memory")
+    raise _refused(budget, "is not an amount of memory")
 
 
 def _number_in(text: str) -> int | float:
     match = _AMOUNT.fullmatch(text.strip())
     if match is None:
-        raise _refused(text, "is no amount of memory")
+        raise _refused(text, "is not an amount of memory")
     number, unit = match.groups()
+    if unit == "%":
+        return float(Decimal(number) / 100)
     if unit is None:
         return float(number) if "." in number else int(number)
     if unit.lower() not in _UNIT_OF:

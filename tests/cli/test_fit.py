@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,23 @@ def test_largest_finds_the_size_that_the_library_finds(run: Run) -> None:
     assert (found["size"], found["refused"]) == (best.size, best.refused) == (256, 320)
     assert found["model"]["shapes"] == ["0 float32 [256, 64]"]
     assert found["plan"] == json.loads(best.plan.to_json())
+
+
+def test_largest_prints_the_command_that_writes_its_plan_with_every_option_that_was_given(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    options = ("--budget", "700KiB", "--shard", "2", "--optimizer-dtype", "float32", "--microbatches", "2")
+    search = ("--vary", "batch", "--step", "64", "--most", "512")
+    found = document(run, "largest", "mine:make", "--device", "H100 80GB", *options, *search)
+    printed = run("largest", "mine:make", "--device", "H100 80GB", *options, *search).out
+    line = found["fit_command"]
+    assert line in printed.splitlines()[-1] and "..." not in line
+    words = shlex.split(line)
+    assert words[:2] == ["actmem", "fit"] and set(options) < set(words) and "H100 80GB" in words
+    again = document(run, *words[1:], "--frontier", "0")
+    assert again["peak_bytes"] == found["peak_bytes"]
+    assert again["plan"] == found["plan"]
 
 
 def test_a_reader_gets_tables(run: Run) -> None:

@@ -1,5 +1,6 @@
 """What a user reads: every help, and every message of the command line."""
 
+import platform
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from syrupy.assertion import SnapshotAssertion
 
+import actmem
 from actmem.cli.commands import COMMANDS
 from actmem.cli.running import parsed
 from tests.cli.conftest import Run
@@ -18,6 +20,9 @@ WRONG = {
     "an unknown option": ("fit", "mine:make", "--budgt", "1MiB"),
     "no budget": ("fit", "mine:make"),
     "a budget that is none": ("fit", "mine:make", "--device", "h100-80gb", "--budget", "lots"),
+    "a budget without its unit": ("fit", "mine:make", "--device", "h100-80gb", "--budget", "72"),
+    "a step above the most": ("largest", "mine:make", *H100, "--vary", "batch", "--step", "16", "--most", "8"),
+    "a batch that does not depend on its size": ("largest", "mine:ignoring", *H100, "--vary", "batch"),
     "a number that is none": ("fit", "mine:make", *H100, "--shard", "two"),
     "no model of that name": ("fit", "llama-3.1-8", *H100),
     "no tiny model of that name": ("fit", "tiny:llama", *H100),
@@ -76,6 +81,12 @@ def test_the_help_of_actmem_says_what_there_is_and_what_exit_codes_mean(run: Run
     asked = run("--help")
     assert (asked.code, asked.err) == (0, "")
     assert asked.out == snapshot
+
+
+def test_the_version_is_that_of_the_package(run: Run) -> None:
+    asked = run("--version")
+    assert (asked.code, asked.err) == (0, "")
+    assert asked.out == f"actmem {actmem.__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -54,8 +54,8 @@ def test_a_larger_batch_is_refused_before_its_first_block_with_the_peak_that_it_
         assert ran == list("0123")
     assert plan.predicted is not None
     assert str(caught.value) == (
-        "a batch of 0 float32 [2048, 32] is larger than the plan was made for (0 float32 [256, 32]), and its predicted "
-        f"peak is {size(expected)}, with a budget of {size(plan.predicted.budget_bytes)}. Plan for both: "
+        "the plan was made for another batch, and here input float32 [2048, 32] is larger than [256, 32]. With a budget "
+        f"of {size(plan.predicted.budget_bytes)}, its predicted peak is {size(expected)}. Plan for both: "
         "actmem.fit(model, examples=[short, long], budget=...)."
     )
     assert expected > plan.predicted.budget_bytes
@@ -112,8 +112,9 @@ def test_the_state_of_the_optimizer_is_counted_in_the_dtype_that_it_was_planned_
 
 def test_without_a_loss_a_larger_batch_is_refused_as_not_predictable() -> None:
     training, plan = trained()
-    with actmem.apply(training.model, plan), pytest.raises(BudgetError, match="its peak cannot be predicted"):
+    with actmem.apply(training.model, plan), pytest.raises(BudgetError, match="its peak cannot be predicted") as caught:
         training.model(*rows(2048))
+    assert "Pass loss=" in str(caught.value)
 
 
 def test_evaluation_is_left_alone() -> None:
@@ -146,5 +147,54 @@ def test_a_batch_may_be_given_by_name_or_by_position() -> None:
     with actmem.apply(training.model, plan):
         training.model(tokens(2, 16)["input_ids"], labels=tokens(2, 16)["labels"])
         training.model(**tokens(2, 16)).loss.backward()
-        with pytest.raises(BudgetError, match=re.escape("input_ids int64 [8, 48], labels int64 [8, 48]")):
+        with pytest.raises(BudgetError, match=re.escape("input_ids int64 [8, 48] is larger than [2, 16], labels int64 [8, 48]")):
             training.model(**tokens(8, 48))
+
+
+class Masked(nn.Module):
+    """Multiplies by a mask before the blocks, and gives its loss only where there are labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = stack()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Any:
+        if mask is not None:
+            x = (x.unsqueeze(1) * mask).mean(1)
+        out = self.blocks(x)
+        return out if labels is None else (out - labels).square().mean()
+
+
+def masked() -> tuple[Training, actmem.Plan]:
+    x = rows(256)[0]
+    training = Training(Masked(), {"x": x, "labels": x})
+    return training, training.fit(sum(peaks(training.profile())) // 2)
+
+
+def test_of_a_smaller_batch_with_other_keys_it_is_said_which_not_that_it_is_larger() -> None:
+    training, plan = masked()
+    x = rows(64)[0]
+    with actmem.apply(training.model, plan):
+        training.model(x=x, labels=x)
+        with pytest.raises(BudgetError) as caught:
+            training.model(x=x, labels=x, mask=torch.ones(64, 999, 32))
+    assert "here mask float32 [64, 999, 32] is new. With a budget" in str(caught.value)
+    assert "is larger" not in str(caught.value)
+    assert "Plan with a batch as training hands it to the model: actmem.fit(model, batch, " in str(caught.value)
+
+
+def test_labels_that_are_missing_are_named_where_there_is_no_loss_to_predict_with() -> None:
+    training, plan = masked()
+    x = rows(256)[0]
+    with actmem.apply(training.model, plan), pytest.raises(BudgetError) as caught:
+        training.model(x=x, mask=torch.ones(256, 1, 32))
+    assert "here mask float32 [256, 1, 32] is new, labels is missing." in str(caught.value)
+    assert "its peak cannot be predicted: the model returned Tensor" in str(caught.value)
+
+
+def test_another_dtype_is_looked_at_and_named() -> None:
+    training, plan = masked()
+    x = rows(256)[0]
+    with actmem.apply(training.model, plan), pytest.raises(BudgetError) as caught:
+        training.model(x=x.double(), labels=x.double())
+    assert "here x float64 [256, 32] has another dtype than float32 [256, 32]" in str(caught.value)

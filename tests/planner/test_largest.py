@@ -56,7 +56,52 @@ def test_sequences_are_tried_in_steps_of_128_unless_another_is_given() -> None:
 
 def test_if_not_even_the_smallest_fits_that_is_said() -> None:
     with pytest.raises(BudgetError, match="The smallest peak is"):
-        actmem.largest(stack(), rows, budget=1000, vary="batch", loss=mean, **OPTIONS)
+        actmem.largest(stack(), rows, budget="1000B", vary="batch", loss=mean, **OPTIONS)
+
+
+def test_a_step_above_the_most_is_refused_as_no_size_is_left() -> None:
+    with pytest.raises(ModeError, match=r"step = 16 is above most = 8.*Write most=16 or more, or step=8 or less") as caught:
+        actmem.largest(stack(), rows, budget="1MiB", vary="batch", loss=mean, step=16, most=8, **OPTIONS)
+    assert "no multiple" in str(caught.value)
+    with pytest.raises(ModeError, match=r"step = 128 is above most = 64"):  # the step of sequences
+        actmem.largest(stack(), rows, budget="1MiB", loss=mean, most=64, **OPTIONS)
+    for most in (0, -1, 2.5):
+        with pytest.raises(ModeError, match=r"most = .* is not permitted. Expected an int of 1 or more"):
+            actmem.largest(stack(), rows, budget="1MiB", vary="batch", loss=mean, most=most, **OPTIONS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "1MiB"])
+def test_batches_that_do_not_depend_on_n_are_noticed(budget: str) -> None:
+    tried: list[int] = []
+
+    def same(n: int) -> Any:
+        tried.append(n)
+        return rows(256)
+
+    with pytest.raises(ModeError) as caught:
+        actmem.largest(stack(), same, budget=budget, vary="batch", loss=mean, step=16, **OPTIONS)
+    assert str(caught.value) == (
+        "make_batch(16) and make_batch(32) return the same batch (0 float32 [256, 32]), so there is no largest batch to "
+        "find. Make the batch from n, as in: lambda n: {'input_ids': torch.zeros(n, 1024, dtype=torch.long)}."
+    )
+    assert tried == [16, 32]
+
+
+def test_a_batch_in_which_only_a_part_of_a_part_grows_is_tried_further() -> None:
+    class Nested(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = stack()
+
+        def forward(self, parts: dict[str, Tensor]) -> Tensor:
+            return self.blocks(parts["x"])
+
+    # Up to 64 rows the peak is in the step of the optimizer, so that it is the same for each n.
+    options = {**OPTIONS, "optimizer": "adamw"}
+    found = actmem.largest(
+        Nested(), lambda n: {"parts": {"x": rows(n)[0]}}, budget="1GiB", vary="batch", loss=mean, most=64, **options
+    )
+    assert (found.size, found.refused) == (64, None)
 
 
 def test_what_may_vary_is_said() -> None:

@@ -69,7 +69,7 @@ def test_what_is_said_of_the_parts_is_true() -> None:
 
 
 def test_a_peak_at_the_step_of_the_optimizer_is_said_to_lie_outside_the_blocks() -> None:
-    text = refused(Training(stack(), rows(1), mean), 1000, optimizer="adamw")
+    text = refused(Training(stack(), rows(1), mean), "1000B", optimizer="adamw")
     assert "at optimizer step outside the blocks" in text
     assert "computed in chunks" not in text
 
@@ -107,6 +107,8 @@ def budget(*args: Any, **options: Any) -> Callable[[nn.Module], Any]:
 BAD: dict[str, tuple[Callable[[nn.Module], Any], type[ActmemError]]] = {
     "bananas": (fit(budget="20 bananas"), ModeError),
     "nothing": (fit(budget=0), ModeError),
+    "no_unit": (fit(budget=72), ModeError),
+    "no_unit_as_a_mode": (budget(72), ModeError),
     "less_than_nothing": (fit(budget=-1), ModeError),
     "more_than_all": (fit(budget=2.0), ModeError),
     "a_list": (fit(budget=[1]), ModeError),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import fields
+
 import actmem
 from actmem.amounts import size
-from actmem.cli.commands import Largest
+from actmem.cli.commands import Largest, Planning
 from actmem.cli.devices import device_shown
 from actmem.cli.loading import Batch, load
 from actmem.cli.schema import LargestShown
@@ -62,8 +65,19 @@ def run(asked: Largest, screen: Screen) -> tuple[LargestShown, int]:
         peak_bytes=p.peak_bytes,
         step_time_ratio=p.step_time_ratio,
         plan=document_of(found.plan),
+        fit_command=_fit_command(asked, found.size),
     )
     return shown, 0
+
+
+def _fit_command(asked: Largest, size_found: int) -> str:
+    """Write the command that plans for the size, with every option that was given."""
+    words = ["actmem", "fit", asked.model]
+    for each in fields(Planning):
+        value = size_found if each.name == asked.vary else getattr(asked, each.name)
+        if each.name not in ("model", "json", "traceback") and value != each.default:
+            words += [f"--{each.name.replace('_', '-')}", str(value)]
+    return shlex.join([*words, "--out", "plan.json"])
 
 
 def show(shown: LargestShown, screen: Screen) -> None:
@@ -75,5 +89,4 @@ def show(shown: LargestShown, screen: Screen) -> None:
         f"{size(shown.budget_bytes)}, step {ratio_text(shown.step_time_ratio)} of saving everything",
         markup=False,
     )
-    again = f"actmem fit {shown.model.name} --{shown.vary} {shown.size} --device {shown.device.key} --budget ..."
-    screen.out.print(f"its plan: {again} --out plan.json", markup=False)
+    screen.copied("its plan: ", shown.fit_command)

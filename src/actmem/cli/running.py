@@ -6,13 +6,16 @@ import contextlib
 import importlib
 import json
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import Any
 
 import tyro
 
+import actmem
 from actmem.cli.commands import COMMANDS, Command, Demo, Schema
 from actmem.cli.failing import INTERRUPTED, MODEL_FAILED, WRONG_COMMAND, exit_code, shown_message, users_part
 from actmem.cli.schema import SCHEMAS, Document, Failed, schema_of
@@ -31,7 +34,9 @@ Exit codes:
 - 1 the answer is no: a step differs, a problem was found, a budget cannot be kept
 - 2 the command was wrong
 - 3 the model could not be built or run
-- 130 interrupted"""
+- 130 interrupted
+
+`actmem --version` prints the versions of actmem, torch and Python."""
 
 _RUNNERS: dict[str, tuple[str, str, str]] = {
     "fit": ("fit", "run", "show"),
@@ -65,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
+    if words == ["--version"]:
+        sys.stdout.write(_versions() + "\n")
+        return 0
     screen = Screen()
     wants_json = "--json" in words
     try:
@@ -95,6 +103,11 @@ def _main(words: list[str]) -> int:
         if asked.json:
             _print_failure(type(error).__name__, shown_message(error), exit_code(error))
         return exit_code(error)
+
+
+def _versions() -> str:
+    """Name what a report of a problem should name, without importing torch."""
+    return f"actmem {actmem.__version__}, torch {metadata.version('torch')}, Python {platform.python_version()}"
 
 
 def parsed(words: list[str]) -> Command:

@@ -225,6 +225,8 @@ class LargestShown(Document):
     peak_bytes: int
     step_time_ratio: float
     plan: dict[str, Any]
+    fit_command: str
+    """The command that writes this plan, with every option that was given."""
 
 
 class Finding(Document):

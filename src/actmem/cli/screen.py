@@ -42,6 +42,10 @@ class Screen:
         """Say something beside the result."""
         self.notes.print(text, markup=False)
 
+    def copied(self, before: str, line: str) -> None:
+        """Print a line that is to be copied: it is never divided, however narrow the terminal is."""
+        self.out.print(f"{before}{line}", markup=False, soft_wrap=True)
+
     @contextlib.contextmanager
     def progress(self, what: str) -> Generator[Callable[[int, int | None], None]]:
         """Show a spinner, and a bar once something is known of how far it is; on a terminal only.

@@ -1,18 +1,18 @@
-"""Noticing, before its first block runs, that a batch is larger than the plan was made for."""
+"""Refuse a batch that would break the budget, before its first block runs."""
 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from actmem.amounts import size
-from actmem.errors import ActmemError, BudgetError
+from actmem.errors import ActmemError, BudgetError, ModeError
 from actmem.plan import Plan
+from actmem.planner.batches import differences, is_covered, read_shape
 from actmem.planner.following import follow
 from actmem.profiling import profile
 from actmem.profiling.stepping import shapes_of
@@ -26,7 +26,7 @@ class Guard:
     def __init__(self, plan: Plan, loss: Callable[[Any], Tensor] | None) -> None:
         self._plan, self._loss = plan, loss
         assert plan.predicted is not None
-        self._planned = [_sizes(s) for s in plan.predicted.shapes]
+        self._planned = [read_shape(s) for s in plan.predicted.shapes]
         self._accepted: set[tuple[str, ...]] = set()
         self._resting = False
 
@@ -39,27 +39,39 @@ class Guard:
         shapes = shapes_of(batch)
         if shapes in self._accepted:
             return
-        planned = [(names[int(n)] if n.isdigit() and int(n) < len(names) else n, dims) for n, dims in self._planned]
-        if not _exceeds([_sizes(s) for s in shapes], planned):
+        planned = [s._replace(name=_named(s.name, names)) for s in self._planned]
+        found = [read_shape(s) for s in shapes]
+        if is_covered(found, planned):
             self._accepted.add(shapes)
             return
         predicted = self._plan.predicted
         assert predicted is not None
-        peak = self._peak(model, args if not kwargs else None if len(args) > len(names) else batch)
-        if peak is not None and peak <= predicted.budget_bytes:
-            self._accepted.add(shapes)
-            return
-        would = "its peak cannot be predicted" if peak is None else f"its predicted peak is {size(peak)}"
+        try:
+            peak = self._peak(model, args if not kwargs else batch, opaque=bool(kwargs) and len(args) > len(names))
+            if peak <= predicted.budget_bytes:
+                self._accepted.add(shapes)
+                return
+            would = f"its predicted peak is {size(peak)}"
+        except (ActmemError, RuntimeError) as error:
+            would = f"its peak cannot be predicted: {' '.join(str(error).split())[:300].rstrip('.')}"
+        said = differences(found, planned)
+        if any(each.endswith(("is new", "is missing")) for each in said):
+            repair = "Plan with a batch as training hands it to the model: actmem.fit(model, batch, budget=...)."
+        else:
+            repair = "Plan for both: actmem.fit(model, examples=[short, long], budget=...)."
         raise BudgetError(
-            f"a batch of {', '.join(shapes if kwargs else shapes_of(args))} is larger than the plan was made for "
-            f"({', '.join(predicted.shapes)}), and "
-            f"{would}, with a budget of {size(predicted.budget_bytes)}. Plan for both: "
-            "actmem.fit(model, examples=[short, long], budget=...)."
+            f"the plan was made for another batch, and here {', '.join(said)}. With a budget of "
+            f"{size(predicted.budget_bytes)}, {would}. {repair}"
         )
 
-    def _peak(self, model: nn.Module, batch: Any) -> int | None:
-        if batch is None:
-            return None
+    def _peak(self, model: nn.Module, batch: Any, *, opaque: bool) -> int:
+        """Predict the step with this batch.
+
+        Raises:
+            ModeError: it is `opaque`: no dict and no tuple alone could hand it to the model; or it has no loss.
+        """
+        if opaque:
+            raise ModeError("the model takes any number of arguments, and some are given by name")
         predicted = self._plan.predicted
         assert predicted is not None
         name, _, dtype = predicted.optimizer.partition(", ")
@@ -77,8 +89,6 @@ class Guard:
                 routing="worst" if predicted.routing == "worst" else "balanced",
             )
             return follow(found, self._plan).peak_bytes
-        except (ActmemError, RuntimeError):
-            return None
         finally:
             self._resting = False
 
@@ -89,15 +99,6 @@ def _names(model: nn.Module) -> list[str]:
     return [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _sizes(shape: str) -> tuple[str, tuple[int, ...]]:
-    name, rest = shape.split(" ", 1)
-    return name, tuple(int(n) for n in re.findall(r"\d+", rest[rest.index("[") :]))
-
-
-def _exceeds(found: Sequence[tuple[str, tuple[int, ...]]], planned: Sequence[tuple[str, tuple[int, ...]]]) -> bool:
-    """Tell whether a tensor is new, or larger in some dimension than any that was planned for."""
-    for name, dims in found:
-        known = [d for n, d in planned if n == name and len(d) == len(dims)]
-        if not any(all(a <= b for a, b in zip(dims, d, strict=True)) for d in known):
-            return True
-    return False
+def _named(name: str, names: list[str]) -> str:
+    """Return what an argument is called, which may be known by its position only."""
+    return names[int(name)] if name.isdigit() and int(name) < len(names) else name

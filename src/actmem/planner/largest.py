@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
 from actmem.plan import Plan
 from actmem.planner.fitting import fit
+from actmem.profiling.stepping import shapes_of
 
 __all__ = ["Largest", "largest"]
 
@@ -45,7 +47,7 @@ def largest(
 
     Args:
         model: the model; it may be on the meta device.
-        make_batch: returns a batch of the size n.
+        make_batch: returns a batch of the size n, such as n sequences or n tokens.
         budget: as for `fit`.
         device: as for `fit`.
         vary: what n is. Sequences are tried in steps of 128, batches in steps of 1, unless `step` says otherwise.
@@ -57,6 +59,7 @@ def largest(
 
     Raises:
         BudgetError: not even the smallest n fits.
+        ModeError: an argument is not permitted, or the batch does not depend on n.
 
     >>> import torch, actmem
     >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
@@ -68,14 +71,23 @@ def largest(
     if vary not in ("sequence", "batch"):
         raise ModeError(f"vary = {vary!r} is not known. Permitted: 'sequence' and 'batch'.")
     step = (128 if vary == "sequence" else 1) if step is None else step
-    if type(step) is not int or step < 1:
-        raise ModeError(f"step = {step!r} is not permitted. Expected an int of 1 or more.")
+    for name, value in (("step", step), ("most", most)):
+        if type(value) is not int or value < 1:
+            raise ModeError(f"{name} = {value!r} is not permitted. Expected an int of 1 or more.")
+    if step > most:
+        raise ModeError(
+            f"step = {step} is above most = {most}: no multiple of the step is left to try. Write most={step} or more, "
+            f"or step={most} or less."
+        )
     tried: dict[int, Plan | None] = {}
+    seen: dict[int, tuple[tuple[str, ...], tuple[Any, ...]]] = {}
 
     def attempt(n: int) -> Plan | None:
         if n not in tried:
+            batch = make_batch(n)
+            seen[n] = shapes_of(batch), _sizes(batch)
             try:
-                tried[n] = fit(model, make_batch(n), budget=budget, device=device, loss=loss, **options)
+                tried[n] = fit(model, batch, budget=budget, device=device, loss=loss, **options)
             except BudgetError:
                 if n == step:
                     raise
@@ -93,6 +105,12 @@ def largest(
         if attempt(following) is None:
             high = following
         else:
+            if seen[low] == seen[following] and _peak(tried[low]) == _peak(tried[following]):
+                raise ModeError(
+                    f"make_batch({low}) and make_batch({following}) return the same batch "
+                    f"({', '.join(seen[low][0])}), so there is no largest {vary} to find. Make the batch "
+                    f"from n, as in: lambda n: {{'input_ids': torch.zeros({_EXAMPLE[vary]}, dtype=torch.long)}}."
+                )
             low = following
     while high is not None and high - low > step:
         middle = (low + high) // 2 // step * step
@@ -103,3 +121,17 @@ def largest(
     plan = tried[low]
     assert plan is not None
     return Largest(low, plan, high)
+
+
+_EXAMPLE = {"sequence": "1, n", "batch": "n, 1024"}
+
+
+def _sizes(batch: Any) -> tuple[Any, ...]:
+    """Return the sizes of all tensors of a batch, wherever they are in it, and the numbers beside them."""
+    named: Any = dict(batch.items()) if hasattr(batch, "items") else batch
+    leaves = pytree.tree_leaves(named)
+    return tuple(x.shape if isinstance(x, Tensor) else x for x in leaves if isinstance(x, (Tensor, int, float)))
+
+
+def _peak(plan: Plan | None) -> tuple[int, int] | None:
+    return None if plan is None or plan.predicted is None else (plan.predicted.peak_bytes, plan.predicted.replayed_flops)
