@@ -62,6 +62,63 @@ WRONG = {
     "no file to explain": ("explain", "nowhere.txt"),
     "no schema of that name": ("schema", "fitt"),
 }
+SEVERAL = {
+    "fit": (
+        (
+            "fit",
+            "llama-3.1-8",
+            "--budget",
+            "72",
+            "--shard",
+            "0",
+            "--headroom",
+            "2",
+            "--out",
+            "plan.yaml",
+            "--batch",
+            "0",
+        ),
+        (
+            "no device was named",
+            "72 bytes?",
+            "--headroom 2",
+            "--shard 0",
+            "--batch 0",
+            "no model 'llama-3.1-8'",
+            "--out",
+        ),
+    ),
+    "largest": (
+        (
+            *(
+                "largest",
+                "nowhere/config.json",
+                "--vary",
+                "batch",
+                "--batch",
+                "4",
+                "--device",
+                "h10",
+                "--budget",
+                "lots",
+            ),
+            *("--step", "16", "--most", "8"),
+        ),
+        ("device 'h10' is not known", "'lots' is not", "no file 'nowhere/config.json'", "--batch 4", "Write --most 16"),
+    ),
+    "show": (
+        ("show", "mine:mak", "--mode", "ful", "--device", "h10"),
+        ("mode 'ful' is not known", "device 'h10' is not known", "no function 'mak'"),
+    ),
+    "measure": (
+        ("measure", "mine:large", "--batch", "4", "--plan", "plan.json", "--on", "nonsense"),
+        ("plan.json", "--on nonsense", "takes no argument 'batch'"),
+    ),
+    "verify": (
+        ("verify", "llama-9", "--on", "meta"),
+        ("nothing was named to verify", "--on meta", "no model 'llama-9'"),
+    ),
+}
 FAILING = {
     "an error in the user's function": ("fit", "mine:raising", *H100),
     "an error in the user's model": ("fit", "mine:narrow", *H100),
@@ -107,6 +164,20 @@ def test_a_wrong_command_is_told_what_is_wrong_and_ends_with_2(
     assert (asked.code, asked.out) == (2, "")
     assert "Traceback" not in asked.err
     assert plain(asked.err, tmp_path) == snapshot
+
+
+@pytest.mark.parametrize("command", SEVERAL)
+def test_all_mistakes_of_a_command_are_named_at_once(run: Run, command: str) -> None:
+    words, wanted = SEVERAL[command]
+    if torch.accelerator.is_available():
+        wanted = tuple(text for text in wanted if text != "no device was named")
+    asked = run(*words)
+    assert (asked.code, asked.out) == (2, "")
+    first, *lines = asked.err.splitlines()
+    assert first == f"error: this command has {len(wanted)} mistakes:"
+    assert [line[:3] for line in lines] == [f"{n}. " for n in range(1, len(wanted) + 1)]
+    for text in wanted:
+        assert any(text in line for line in lines), text
 
 
 @pytest.mark.parametrize("case", FAILING)

@@ -54,8 +54,8 @@ def test_a_larger_batch_is_refused_before_its_first_block_with_the_peak_that_it_
         assert ran == list("0123")
     assert plan.predicted is not None
     assert str(caught.value) == (
-        "the plan was made for another batch, and here input float32 [2048, 32] is larger than [256, 32]. With a budget "
-        f"of {size(plan.predicted.budget_bytes)}, its predicted peak is {size(expected)}. Plan for both: "
+        "the plan was made for another batch, and here input float32 [2048, 32] is larger than [256, 32]. With a "
+        f"budget of {size(plan.predicted.budget_bytes)}, its predicted peak is {size(expected)}. Plan for both: "
         "actmem.fit(model, examples=[short, long], budget=...)."
     )
     assert expected > plan.predicted.budget_bytes
@@ -147,7 +147,9 @@ def test_a_batch_may_be_given_by_name_or_by_position() -> None:
     with actmem.apply(training.model, plan):
         training.model(tokens(2, 16)["input_ids"], labels=tokens(2, 16)["labels"])
         training.model(**tokens(2, 16)).loss.backward()
-        with pytest.raises(BudgetError, match=re.escape("input_ids int64 [8, 48] is larger than [2, 16], labels int64 [8, 48]")):
+        with pytest.raises(
+            BudgetError, match=re.escape("input_ids int64 [8, 48] is larger than [2, 16], labels int64 [8, 48]")
+        ):
             training.model(**tokens(8, 48))
 
 

@@ -60,7 +60,9 @@ def test_if_not_even_the_smallest_fits_that_is_said() -> None:
 
 
 def test_a_step_above_the_most_is_refused_as_no_size_is_left() -> None:
-    with pytest.raises(ModeError, match=r"step = 16 is above most = 8.*Write most=16 or more, or step=8 or less") as caught:
+    with pytest.raises(
+        ModeError, match=r"step = 16 is above most = 8.*Write most=16 or more, or step=8 or less"
+    ) as caught:
         actmem.largest(stack(), rows, budget="1MiB", vary="batch", loss=mean, step=16, most=8, **OPTIONS)
     assert "no multiple" in str(caught.value)
     with pytest.raises(ModeError, match=r"step = 128 is above most = 64"):  # the step of sequences
@@ -81,8 +83,8 @@ def test_batches_that_do_not_depend_on_n_are_noticed(budget: str) -> None:
     with pytest.raises(ModeError) as caught:
         actmem.largest(stack(), same, budget=budget, vary="batch", loss=mean, step=16, **OPTIONS)
     assert str(caught.value) == (
-        "make_batch(16) and make_batch(32) return the same batch (0 float32 [256, 32]), so there is no largest batch to "
-        "find. Make the batch from n, as in: lambda n: {'input_ids': torch.zeros(n, 1024, dtype=torch.long)}."
+        "make_batch(16) and make_batch(32) return the same batch (0 float32 [256, 32]), so there is no largest batch "
+        "to find. Make the batch from n, as in: lambda n: {'input_ids': torch.zeros(n, 1024, dtype=torch.long)}."
     )
     assert tried == [16, 32]
 

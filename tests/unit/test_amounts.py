@@ -102,9 +102,7 @@ def test_a_number_that_is_too_small_to_be_bytes_has_lost_its_unit(budget: str | 
     with pytest.raises(ModeError) as caught:
         parse_budget(budget, device_bytes=GPU)
     number = int(budget)
-    assert str(caught.value) == (
-        f"{number} bytes? Write budget='{number}GiB'. If bytes are meant: budget='{number}B'."
-    )
+    assert str(caught.value) == (f"{number} bytes? Write budget='{number}GiB'. If bytes are meant: budget='{number}B'.")
     assert parse_budget(f"{number}GiB", device_bytes=None) == number * 2**30
     assert parse_budget(f"{number}B", device_bytes=None) == number
 

@@ -10,15 +10,26 @@ NOTE [ Exit codes ]
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import traceback
+from collections.abc import Generator
 from pathlib import Path
 
 from actmem.causes import explain
 from actmem.errors import ActmemError, BudgetError, DeviceError, ModeError, StructureError
 
-__all__ = ["ANSWER_IS_NO", "INTERRUPTED", "MODEL_FAILED", "WRONG_COMMAND", "exit_code", "shown_message", "users_part"]
+__all__ = [
+    "ANSWER_IS_NO",
+    "INTERRUPTED",
+    "MODEL_FAILED",
+    "WRONG_COMMAND",
+    "Mistakes",
+    "exit_code",
+    "shown_message",
+    "users_part",
+]
 
 ANSWER_IS_NO, WRONG_COMMAND, MODEL_FAILED, INTERRUPTED = 1, 2, 3, 130
 
@@ -32,6 +43,9 @@ _OPTIONS = (
     "sequence",
     "batch",
     "blocks",
+    "headroom",
+    "step",
+    "most",
 )
 _ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})=(?:'([^']*)'|\"([^\"]*)\"|(\w+(?:\.\w+)*))")
 _PACKAGE = str(Path(__file__).parents[1])
@@ -46,6 +60,42 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, BudgetError):
         return ANSWER_IS_NO
     return WRONG_COMMAND if isinstance(error, (ModeError, DeviceError, StructureError)) else MODEL_FAILED
+
+
+class Mistakes:
+    """The mistakes of one command line, which are all named at once.
+
+    >>> mistakes = Mistakes()
+    >>> for text in ("no such device", "no such model"):
+    ...     with mistakes.noted():
+    ...         raise ModeError(text)
+    >>> mistakes.raise_all()
+    Traceback (most recent call last):
+    actmem.errors.ModeError: this command has 2 mistakes:
+    1. no such device
+    2. no such model
+    """
+
+    def __init__(self) -> None:
+        self._found: list[ActmemError] = []
+
+    @contextlib.contextmanager
+    def noted(self) -> Generator[None]:
+        """Note an error that means a wrong command, and go on behind the `with` statement. Others pass."""
+        try:
+            yield
+        except ActmemError as error:
+            if exit_code(error) != WRONG_COMMAND:
+                raise
+            self._found.append(error)
+
+    def raise_all(self) -> None:
+        """Raise what was noted, if anything was: one error as it is, several as one."""
+        if len(self._found) == 1:
+            raise self._found[0]
+        if self._found:
+            listed = "\n".join(f"{n}. {error}" for n, error in enumerate(self._found, start=1))
+            raise ModeError(f"this command has {len(self._found)} mistakes:\n{listed}")
 
 
 def shown_message(error: BaseException) -> str:

@@ -9,11 +9,12 @@ import actmem
 from actmem.amounts import parse_budget, size
 from actmem.cli.commands import Fit
 from actmem.cli.devices import device_shown
+from actmem.cli.failing import Mistakes
 from actmem.cli.loading import load
 from actmem.cli.parts import CATEGORIES, parts_of
 from actmem.cli.schema import FitShown, Point
 from actmem.cli.screen import Screen, flops_text, ratio_text, seconds_text, table
-from actmem.cli.shared import chosen_device, described, document_of, measured, options_of
+from actmem.cli.shared import check_planning, described, document_of, measured, options_of
 from actmem.cli.tomls import save_plan
 from actmem.devices import Device
 from actmem.errors import ModeError
@@ -32,13 +33,13 @@ _SUFFIXES = {"out": (".json", ".toml"), "report": (".html",), "timeline": (".jso
 
 def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
     """Plan, and write the files that were asked for."""
-    _check_files(asked)
-    if asked.frontier < 0 or asked.frontier == 1:
-        raise ModeError(f"--frontier {asked.frontier} is not permitted. Expected 2 or more points, or 0 for none.")
-    if asked.headroom is not None and not 0 <= asked.headroom < 1:
-        raise ModeError(f"--headroom {asked.headroom} is not permitted. Expected a number from 0 to below 1: 0.05.")
-    chosen = chosen_device(asked.device)
-    parse_budget(asked.budget, device_bytes=chosen.memory_bytes if chosen else 2**40)  # before the work is done
+    mistakes = Mistakes()
+    chosen = check_planning(asked, mistakes)
+    _check_files(asked, mistakes)
+    with mistakes.noted():
+        if asked.frontier < 0 or asked.frontier == 1:
+            raise ModeError(f"--frontier {asked.frontier} is not permitted. Expected 2 or more points, or 0 for none.")
+    mistakes.raise_all()
     with screen.progress("building the model"):
         loaded = load(asked)
         device = measured(chosen, loaded.model)
@@ -77,8 +78,8 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
     return shown, 0
 
 
-def _check_files(asked: Fit) -> None:
-    """Refuse what could not be written, before the work is done."""
+def _check_files(asked: Fit, mistakes: Mistakes) -> None:
+    """Note what could not be written, before the work is done."""
     if asked.report is not None:
         from actmem.page import check_installed
 
@@ -86,14 +87,18 @@ def _check_files(asked: Fit) -> None:
     taken: dict[Path, str] = {}
     for option, suffixes in _SUFFIXES.items():
         path: Path | None = getattr(asked, option)
-        if path is None:
-            continue
-        if path.suffix not in suffixes:
-            raise ModeError(f"--{option} {path} has another ending than {' or '.join(suffixes)}, which says the form.")
-        if not path.resolve().parent.is_dir():
-            raise ModeError(f"--{option} {path} lies in a folder that is not there. Run: mkdir -p {path.parent}")
-        if (other := taken.setdefault(path.resolve(), option)) != option:
-            raise ModeError(f"--{option} {path} is the file of --{other} too. Name another for one of them.")
+        if path is not None:
+            with mistakes.noted():
+                _check_file(option, path, suffixes, taken)
+
+
+def _check_file(option: str, path: Path, suffixes: Sequence[str], taken: dict[Path, str]) -> None:
+    if path.suffix not in suffixes:
+        raise ModeError(f"--{option} {path} has another ending than {' or '.join(suffixes)}, which says the form.")
+    if not path.resolve().parent.is_dir():
+        raise ModeError(f"--{option} {path} lies in a folder that is not there. Run: mkdir -p {path.parent}")
+    if (other := taken.setdefault(path.resolve(), option)) != option:
+        raise ModeError(f"--{option} {path} is the file of --{other} too. Name another for one of them.")
 
 
 def _curve(

@@ -9,21 +9,30 @@ import actmem
 from actmem.amounts import size
 from actmem.cli.commands import Largest, Planning
 from actmem.cli.devices import device_shown
+from actmem.cli.failing import Mistakes
 from actmem.cli.loading import Batch, load
 from actmem.cli.schema import LargestShown
 from actmem.cli.screen import Screen, ratio_text
-from actmem.cli.shared import chosen_device, described, document_of, measured, options_of
+from actmem.cli.shared import check_planning, described, document_of, measured, options_of
 from actmem.errors import ModeError
+from actmem.planner.largest import check_sizes
 
 __all__ = ["run", "show"]
 
 
 def run(asked: Largest, screen: Screen) -> tuple[LargestShown, int]:
     """Look for the largest size, by doubling and halving."""
-    given = asked.sequence if asked.vary == "sequence" else asked.batch
-    if given is not None:
-        raise ModeError(f"--{asked.vary} {given} stands beside --vary {asked.vary}, which looks for it. Leave it out.")
-    chosen = chosen_device(asked.device)
+    mistakes = Mistakes()
+    chosen = check_planning(asked, mistakes)
+    with mistakes.noted():
+        given = asked.sequence if asked.vary == "sequence" else asked.batch
+        if given is not None:
+            raise ModeError(
+                f"--{asked.vary} {given} cannot be combined with --vary {asked.vary}, which looks for it. Leave it out."
+            )
+    with mistakes.noted():
+        check_sizes(asked.vary, asked.step, asked.most)
+    mistakes.raise_all()
     loaded = load(asked)
     device = measured(chosen, loaded.model)
 

@@ -21,11 +21,12 @@ from actmem import catalogue
 from actmem.amounts import size
 from actmem.catalogue import VisionConfig
 from actmem.cli.commands import Loading
+from actmem.cli.failing import Mistakes
 from actmem.errors import ModeError, UnsupportedError
 from actmem.offloading.host import available_bytes
 from actmem.ops import did_you_mean
 
-__all__ = ["Loaded", "load", "runs_on"]
+__all__ = ["Loaded", "check_model", "load", "runs_on"]
 
 Batch = dict[str, Any] | tuple[Any, ...]
 _SEQUENCE, _TINY_SEQUENCE = 8192, 64
@@ -51,6 +52,47 @@ class Loaded:
     """A function of the output, where the model does not return its loss."""
 
 
+def check_model(asked: Loading, mistakes: Mistakes) -> None:
+    """Note what is wrong with the name of the model and the sizes of its batch, before anything is built.
+
+    >>> mistakes = Mistakes()
+    >>> check_model(Loading("llama-9", sequence=0), mistakes)
+    >>> mistakes.raise_all()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    actmem.errors.ModeError: this command has 2 mistakes:
+    1. --sequence 0 is not permitted. Expected a whole number of at least 1.
+    2. there is no model 'llama-9'. Expected ...
+    """
+    sizes = {"sequence": asked.sequence, "batch": asked.batch}
+    for what, number in sizes.items():
+        with mistakes.noted():
+            if number is not None and number < 1:
+                raise ModeError(f"--{what} {number} is not permitted. Expected a whole number of at least 1.")
+    name = asked.model
+    with mistakes.noted():
+        if _is_config(name):
+            _config_file(name)
+        elif _is_function(name):
+            function = _function(name)
+            for what, number in sizes.items():
+                with mistakes.noted():
+                    _check_takes(function, name, what, number)
+        else:
+            _catalogued(name)
+
+
+def _is_config(name: str) -> bool:
+    return not _is_built_in(name) and (name.endswith(".json") or Path(name).exists())
+
+
+def _is_function(name: str) -> bool:
+    return ":" in name and not _is_built_in(name) and not _is_config(name)
+
+
+def _is_built_in(name: str) -> bool:
+    return name in catalogue.names() or name.startswith("tiny:")
+
+
 def load(asked: Loading, *, place: str = "meta", untouched: bool = False) -> Loaded:
     """Build the model that was asked for, in training mode, and a batch for it.
 
@@ -63,15 +105,12 @@ def load(asked: Loading, *, place: str = "meta", untouched: bool = False) -> Loa
         ModeError: there is no such model, or it does not take one of the options.
         UnsupportedError: it cannot be built here.
     """
-    name = asked.model
-    for what, number in (("sequence", asked.sequence), ("batch", asked.batch)):
-        if number is not None and number < 1:
-            raise ModeError(f"--{what} {number} is not permitted. Expected a whole number of at least 1.")
-    if name in catalogue.names() or name.startswith("tiny:"):
-        return _built_in(asked, place)
-    if name.endswith(".json") or Path(name).exists():
+    mistakes = Mistakes()
+    check_model(asked, mistakes)
+    mistakes.raise_all()
+    if _is_config(asked.model):
         return _from_config(asked, place, untouched=untouched)
-    return _from_function(asked, place) if ":" in name else _built_in(asked, place)
+    return _from_function(asked, place) if _is_function(asked.model) else _built_in(asked, place)
 
 
 def runs_on(asked: str | None) -> str:
@@ -99,12 +138,18 @@ def runs_on(asked: str | None) -> str:
 # --- built-in models --------------------------------------------------------------------------------------------------
 
 
-def _built_in(asked: Loading, place: str) -> Loaded:
-    is_tiny = asked.model.startswith("tiny:")
-    name = asked.model.removeprefix("tiny:")
+def _catalogued(asked: str) -> str:
+    """Return the name of a model in the catalogue."""
+    name = asked.removeprefix("tiny:")
     if name not in catalogue.names():
         forms = _FORMS.format(names=", ".join(catalogue.names()))
-        raise ModeError(f"there is no model {asked.model!r}. Expected {forms}.{did_you_mean(name, catalogue.names())}")
+        raise ModeError(f"there is no model {asked!r}. Expected {forms}.{did_you_mean(name, catalogue.names())}")
+    return name
+
+
+def _built_in(asked: Loading, place: str) -> Loaded:
+    is_tiny = asked.model.startswith("tiny:")
+    name = _catalogued(asked.model)
     config = catalogue.tiny(name) if is_tiny else catalogue.find(name)
     dtype = _dtype(asked, "float32" if is_tiny else config.dtype)
     usual = None if isinstance(config, VisionConfig) else _TINY_SEQUENCE if is_tiny else _SEQUENCE
@@ -122,11 +167,16 @@ def _built_in(asked: Loading, place: str) -> Loaded:
 # --- transformers -----------------------------------------------------------------------------------------------------
 
 
-def _from_config(asked: Loading, place: str, *, untouched: bool) -> Loaded:
-    path = Path(asked.model)
+def _config_file(name: str) -> Path:
+    path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ModeError(f"there is no file {str(path)!r}. Name a config.json of transformers that is there.")
+    return path
+
+
+def _from_config(asked: Loading, place: str, *, untouched: bool) -> Loaded:
+    path = _config_file(asked.model)
     try:
         library: Any = importlib.import_module("transformers")  # only here: it is not required
     except ImportError:
@@ -192,16 +242,11 @@ def _tokens(vocab_size: int, sequence: int, batch: int, place: str) -> Batch:
 
 def _from_function(asked: Loading, place: str) -> Loaded:
     function = _function(asked.model)
-    takes = set(inspect.signature(function).parameters)
 
     def call(sequence: int | None, batch: int | None) -> tuple[Any, Batch | None, Any]:
         given = {"sequence": sequence, "batch": batch}
         for what, number in given.items():
-            if number is not None and what not in takes:
-                raise ModeError(
-                    f"{asked.model} takes no argument {what!r}, so {what} = {number} cannot be handed to it. Write "
-                    f"def {function.__name__}({what}), or leave --{what} or --vary {what} out."
-                )
+            _check_takes(function, asked.model, what, number)
         return _parts(function(**{k: v for k, v in given.items() if v is not None}), asked.model)
 
     model, batch, loss = call(asked.sequence, asked.batch)
@@ -219,6 +264,14 @@ def _from_function(asked: Loading, place: str) -> Loaded:
         return _checked(call(sequence, batch)[1], asked.model)
 
     return Loaded(asked.model, "function", model.train(), _moved(_checked(batch, asked.model), place), make_batch, loss)
+
+
+def _check_takes(function: Callable[..., Any], name: str, what: str, number: int | None) -> None:
+    if number is not None and what not in inspect.signature(function).parameters:
+        raise ModeError(
+            f"{name} takes no argument {what!r}, so {what} = {number} cannot be handed to it. Write "
+            f"def {function.__name__}({what}), or leave --{what} or --vary {what} out."
+        )
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -13,8 +13,8 @@ import torch
 import actmem
 from actmem.amounts import size
 from actmem.cli.commands import Measure, Verify
-from actmem.cli.failing import ANSWER_IS_NO
-from actmem.cli.loading import Loaded, load, runs_on
+from actmem.cli.failing import ANSWER_IS_NO, Mistakes
+from actmem.cli.loading import Loaded, check_model, load, runs_on
 from actmem.cli.naming import FORMS, the_mode
 from actmem.cli.schema import Measured, MeasureShown, VerifyShown
 from actmem.cli.screen import Screen, flops_text, seconds_text, table
@@ -41,10 +41,22 @@ def _profiled(loaded: Loaded, blocks: str | None, optimizer: str | None) -> Prof
         return actmem.profile(loaded.model, loaded.batch, fake=False, **options)
 
 
+def _wanted(asked: Measure | Verify, mistakes: Mistakes) -> tuple[Mode | Plan | None, str]:
+    """Return the mode and the device to run on, and note what is wrong with them and with the model."""
+    mode, place = None, "cpu"
+    with mistakes.noted():
+        mode = the_mode(asked.mode, asked.plan)
+    with mistakes.noted():
+        place = runs_on(asked.on)
+    check_model(asked, mistakes)
+    return mode, place
+
+
 def run(asked: Measure, screen: Screen) -> tuple[MeasureShown, int]:
     """Train a few steps, plain and under a mode, and count."""
-    mode = the_mode(asked.mode, asked.plan)
-    place = runs_on(asked.on)
+    mistakes = Mistakes()
+    mode, place = _wanted(asked, mistakes)
+    mistakes.raise_all()
     with screen.progress("building the model"):
         loaded = load(asked, place=place)
         optimizer = None if asked.optimizer == "none" else asked.optimizer
@@ -149,10 +161,15 @@ def show(shown: MeasureShown, screen: Screen) -> None:
 
 def run_verify(asked: Verify, screen: Screen) -> tuple[VerifyShown, int]:
     """Compare one step under a mode with a plain one."""
-    mode = the_mode(asked.mode, asked.plan)
-    if mode is None:
-        raise ModeError(f"nothing was named to verify. Write --mode with one of {', '.join(FORMS)}, or --plan FILE.")
-    place = runs_on(asked.on)
+    mistakes = Mistakes()
+    if asked.mode is None and asked.plan is None:
+        with mistakes.noted():
+            raise ModeError(
+                f"nothing was named to verify. Write --mode with one of {', '.join(FORMS)}, or --plan FILE."
+            )
+    mode, place = _wanted(asked, mistakes)
+    mistakes.raise_all()
+    assert mode is not None
     with screen.progress("building the model"):
         loaded = load(asked, place=place)
         profile = _profiled(loaded, asked.blocks, "adamw")

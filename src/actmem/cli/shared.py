@@ -8,15 +8,18 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from actmem.amounts import parse_budget
 from actmem.cli.commands import Planning
+from actmem.cli.failing import Mistakes
+from actmem.cli.loading import check_model
 from actmem.cli.schema import ModelShown
 from actmem.devices import THIS_MACHINE, Device, device, known_devices
-from actmem.errors import DeviceError
+from actmem.errors import DeviceError, ModeError
 from actmem.plan import Plan
 from actmem.planner.choosing import resolved
 from actmem.profiles import Profile
 
-__all__ = ["chosen_device", "described", "document_of", "measured", "options_of"]
+__all__ = ["check_planning", "chosen_device", "described", "document_of", "measured", "options_of"]
 
 _HERE = ("this", THIS_MACHINE, "cpu")
 
@@ -36,6 +39,30 @@ def chosen_device(asked: str | None) -> Device | None:
             f"{', '.join(known_devices())}; or --device this, for this machine's CPU."
         )
     return None if asked is None or asked.lower() in _HERE else device(asked)
+
+
+def check_planning(asked: Planning, mistakes: Mistakes) -> Device | None:
+    """Note what is wrong with a model and its budget, before the work is done. Returns the device, as `chosen_device`.
+
+    >>> mistakes = Mistakes()
+    >>> check_planning(Planning("tiny:llama-3.1-8b", budget="90%", device="h100-80gb"), mistakes).key
+    'h100-80gb'
+    >>> mistakes.raise_all()
+    """
+    chosen = None
+    with mistakes.noted():
+        chosen = chosen_device(asked.device)
+    with mistakes.noted():
+        parse_budget(asked.budget, device_bytes=chosen.memory_bytes if chosen else 2**40)
+    with mistakes.noted():
+        if asked.headroom is not None and not 0 <= asked.headroom < 1:
+            raise ModeError(f"--headroom {asked.headroom} is not permitted. Expected a number from 0 to below 1: 0.05.")
+    for name, number in (("microbatches", asked.microbatches), ("shard", asked.shard)):
+        with mistakes.noted():
+            if number < 1:
+                raise ModeError(f"--{name} {number} is not permitted. Expected a whole number of at least 1.")
+    check_model(asked, mistakes)
+    return chosen
 
 
 def measured(chosen: Device | None, model: nn.Module) -> Device:

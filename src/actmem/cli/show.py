@@ -10,7 +10,8 @@ from rich.text import Text
 import actmem
 from actmem.amounts import size
 from actmem.cli.commands import Show
-from actmem.cli.loading import load
+from actmem.cli.failing import Mistakes
+from actmem.cli.loading import check_model, load
 from actmem.cli.naming import FORMS, the_mode
 from actmem.cli.parts import parts_of, parts_text
 from actmem.cli.schema import Group, Row, ShowShown
@@ -29,10 +30,17 @@ __all__ = ["run", "show"]
 
 def run(asked: Show, screen: Screen) -> tuple[ShowShown, int]:
     """Follow one step, and say what becomes of each value."""
-    mode = the_mode(asked.mode, asked.plan)
-    if mode is None:
-        raise ModeError(f"nothing was named to show. Write --mode with one of {', '.join(FORMS)}, or --plan FILE.")
-    chosen = None if asked.device is None else chosen_device(asked.device)
+    mistakes = Mistakes()
+    mode = chosen = None
+    with mistakes.noted():
+        mode = the_mode(asked.mode, asked.plan)
+        if mode is None:
+            raise ModeError(f"nothing was named to show. Write --mode with one of {', '.join(FORMS)}, or --plan FILE.")
+    with mistakes.noted():
+        chosen = None if asked.device is None else chosen_device(asked.device)
+    check_model(asked, mistakes)
+    mistakes.raise_all()
+    assert mode is not None
     with screen.progress("following one step"):
         loaded = load(asked)
         device = None if asked.device is None else measured(chosen, loaded.model)

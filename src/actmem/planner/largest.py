@@ -15,7 +15,7 @@ from actmem.plan import Plan
 from actmem.planner.fitting import fit
 from actmem.profiling.stepping import shapes_of
 
-__all__ = ["Largest", "largest"]
+__all__ = ["Largest", "check_sizes", "largest"]
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,7 @@ def largest(
     >>> found.plan.predicted.peak_bytes <= 2**20 and found.size % 64 == 0
     True
     """
-    if vary not in ("sequence", "batch"):
-        raise ModeError(f"vary = {vary!r} is not known. Permitted: 'sequence' and 'batch'.")
-    step = (128 if vary == "sequence" else 1) if step is None else step
-    for name, value in (("step", step), ("most", most)):
-        if type(value) is not int or value < 1:
-            raise ModeError(f"{name} = {value!r} is not permitted. Expected an int of 1 or more.")
-    if step > most:
-        raise ModeError(
-            f"step = {step} is above most = {most}: no multiple of the step is left to try. Write most={step} or more, "
-            f"or step={most} or less."
-        )
+    step = check_sizes(vary, step, most)
     tried: dict[int, Plan | None] = {}
     seen: dict[int, tuple[tuple[str, ...], tuple[Any, ...]]] = {}
 
@@ -123,6 +113,29 @@ def largest(
     return Largest(low, plan, high)
 
 
+def check_sizes(vary: str, step: int | None, most: int) -> int:
+    """Make sure that there are sizes to try. Returns the step.
+
+    >>> check_sizes("sequence", None, 1024)
+    128
+
+    Raises:
+        ModeError: there are none.
+    """
+    if vary not in ("sequence", "batch"):
+        raise ModeError(f"vary = {vary!r} is not known. Permitted: 'sequence' and 'batch'.")
+    step = (128 if vary == "sequence" else 1) if step is None else step
+    for name, value in (("step", step), ("most", most)):
+        if type(value) is not int or value < 1:
+            raise ModeError(f"{name} = {value!r} is not permitted. Expected an int of 1 or more.")
+    if step > most:
+        raise ModeError(
+            f"step = {step} is above most = {most}: no multiple of the step is left to try. Write most={step} or more, "
+            f"or step={most} or less."
+        )
+    return step
+
+
 _EXAMPLE = {"sequence": "1, n", "batch": "n, 1024"}
 
 
@@ -134,4 +147,5 @@ def _sizes(batch: Any) -> tuple[Any, ...]:
 
 
 def _peak(plan: Plan | None) -> tuple[int, int] | None:
-    return None if plan is None or plan.predicted is None else (plan.predicted.peak_bytes, plan.predicted.replayed_flops)
+    predicted = None if plan is None else plan.predicted
+    return None if predicted is None else (predicted.peak_bytes, predicted.replayed_flops)
