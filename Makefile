@@ -12,8 +12,9 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
-# Some virtual machines announce AMX and then fault on it: bf16 products stop at what every such machine can do.
-export ONEDNN_MAX_CPU_ISA := AVX512_CORE_BF16
+# Some virtual machines announce AMX and then fault on it: bf16 products stop at what every such machine can do. It is an
+# upper limit, so an older processor is not harmed; one set in the environment is kept.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all bench gpu check docs format clean

@@ -1,8 +1,6 @@
 """The examples in the documentation run, what it shows is printed, what it lists is complete, and the site builds."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +15,7 @@ import actmem
 from actmem import Applied, Budget, Full, Rule, Rules, Selective, Targets, ops
 from actmem.modes import Mode
 from actmem.plan import TARGETS
+from tests import children
 from tests.contract.pages import DOCS, ROOT, Example, anchors, examples, links, prose, run, switches
 from tests.zoo import ZOO
 
@@ -132,8 +131,7 @@ def test_every_new_line_of_the_page_about_migrating_can_be_written() -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build it as `make docs` does."""
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", str(DOCS), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = children.run("-m", "sphinx", "-W", "--keep-going", "-q", str(DOCS), str(out))
     assert done.returncode == 0, done.stderr
     return out
 

@@ -1,9 +1,8 @@
 import importlib
 import pkgutil
-import subprocess
-import sys
 
 import actmem
+from tests.children import run
 
 PROMISED = {
     "ActmemError",
@@ -73,8 +72,8 @@ def test_importing_actmem_imports_no_torch_and_applying_imports_no_solver_and_no
         "import sys, actmem; lean = set(sys.modules); actmem.apply, actmem.measure; full = set(sys.modules)"
         "; print('torch' in lean, sorted(full & {'highspy', 'jinja2', 'plotly', 'pydantic', 'rich', 'tyro'}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False []"
+    done = run("-c", code)
+    assert (done.stdout.strip(), done.returncode) == ("False []", 0), done.stderr
 
 
 def test_no_public_function_has_the_name_of_a_module() -> None:

@@ -1,8 +1,7 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import actmem.errors
+from tests.children import run
 
 PROGRAM = """
 import sys, types
@@ -25,8 +24,6 @@ print(",".join(sorted(name for name, module in sys.modules.items() if name.parti
 
 def test_modes_plans_operator_names_and_errors_work_where_torch_cannot_be_imported() -> None:
     folder = Path(actmem.errors.__file__).parent
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder)], capture_output=True, text=True, timeout=60, check=False
-    )
+    result = run("-c", PROGRAM, str(folder))
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == ""

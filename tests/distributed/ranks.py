@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import actmem
 from tests.engine.cases import Operators
+from tests.patience import PATIENCE_SECONDS
 
 NUM_RANKS = 2
 Case = Callable[[int], None]
@@ -44,7 +45,9 @@ def _worker(rank: int, cases: tuple[Case, ...], folder: str) -> None:
     for case in cases:
         name = case.__name__
         store = dist.FileStore(f"{folder}/{name}.store", NUM_RANKS)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=20))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=PATIENCE_SECONDS)
+        )
         try:
             case(rank)
             text = ""

@@ -74,7 +74,7 @@ def test_functorch_grad_around_a_block_is_refused_by_name(mode: Any) -> None:
 
 @both
 @pytest.mark.parametrize("transform", ["vjp", "jacrev", "hessian", "grad of vmap"])
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, in its forward AD
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # torch's own, in its forward AD
 def test_the_other_reverse_transforms_of_functorch_are_refused_too(transform: str, mode: Any) -> None:
     model = stack(lambda block, h: (h @ block.v).sin())
     transforms: dict[str, Any] = {

@@ -202,7 +202,7 @@ PROGRAMS: dict[str, Any] = {
 
 @both
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning", "ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*", "ignore:.*nested tensors.*:UserWarning")
 def test_programs(name: str, mode: Any) -> None:
     compare(lambda: stack(PROGRAMS[name]), mode)
 
@@ -310,7 +310,7 @@ def test_mutation_on_saved_tensors_allowed_around_the_model(mode: Any) -> None:
     compare(lambda: stack(mutation_allowed), mode, step=with_mutation)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # torch's own
 def test_a_jvp_around_an_applied_model_gives_the_plain_tangent() -> None:
     model = stack(plain_body)
     x, tangent = batch().detach(), torch.ones(6, 8)
@@ -340,7 +340,7 @@ def test_anomaly_detection_profiler_and_tensor_hooks(mode: Any) -> None:
 
 
 @both
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_a_scripted_function_inside_a_block(mode: Any) -> None:
     @torch.jit.script
     def scripted(t: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """A plain loop and Accelerate need no integration: `apply` comes before `prepare`, and the losses stay."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 
 import actmem
 from actmem.integrations.metrics import step_metrics
+from tests.children import run
 from tests.integrations.training import build_llama, build_lora, differing, train_loop, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:accelerate")
@@ -103,8 +102,9 @@ for name in ("transformers", "lightning"):
 
 
 def test_no_library_is_imported_unasked_and_a_missing_one_gives_the_line_that_installs_it(tmp_path: Path) -> None:
-    said = subprocess.run([sys.executable, "-c", LEAN], capture_output=True, text=True, check=True, timeout=60).stdout
-    none, *errors = said.splitlines()
+    done = run("-c", LEAN)
+    assert done.returncode == 0, done.stderr
+    none, *errors = done.stdout.splitlines()
     assert none == "[]"
     needs = {"transformers": "transformers accelerate", "lightning": "lightning"}
     for line, (name, packages) in zip(errors, needs.items(), strict=True):

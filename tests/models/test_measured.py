@@ -223,7 +223,7 @@ def checkpointed(model: nn.Module, group: str | None) -> Iterator[None]:
 
 
 def flops(step: Callable[[], None]) -> tuple[int, int]:
-    """Return all FLOPs of a step, as measured and as torch counts them, which leaves fused attention on a CPU out."""
+    """Return all FLOPs of a step, as measured and as torch counts them (before 2.15 without attention on a CPU)."""
     measured = actmem.measure(step)
     with FlopCounterMode(display=False) as counter:
         step()

@@ -27,6 +27,7 @@ from actmem.offloading.accelerator import AcceleratorLane, _StreamCopy
 from actmem.offloading.threads import ThreadLane
 from tests.offloading.programs import ArenaSlot, ArenaStore
 from tests.offloading.virtual import Block, Clock, Event, VirtualDevice, Work, _join
+from tests.patience import PATIENCE_SECONDS
 
 _numbers = itertools.count(1)
 
@@ -88,7 +89,7 @@ class _Strand:
         """Let it run until it pauses or ends."""
         self.running.append(self)
         self._turn.release()
-        assert self._paused.acquire(timeout=60)
+        assert self._paused.acquire(timeout=PATIENCE_SECONDS)
         self.running.pop()
         if self.ended:
             self._thread.join()

@@ -6,7 +6,8 @@ import os
 import signal
 import stat
 import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ import torch
 from actmem.errors import OffloadError
 from actmem.offloading import folder
 from actmem.offloading.disk import DiskStore
+from tests.children import child, ended
 from tests.offloading.disks import MIB, folders, full_slot, open_files, read_back, some_bytes
+from tests.patience import PATIENCE_SECONDS
 
 forks = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # Python 3.12 and later
 
@@ -75,38 +78,38 @@ print(store.path, flush=True)
 """
 
 
-def other_process(base: Path, then: str) -> tuple[subprocess.Popen[str], Path]:
-    """Start a process that writes something and then does as told; return it and its file."""
-    command = [sys.executable, "-c", OTHER.format(then=then), str(base)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, Path(process.stdout.readline().strip())
+@contextmanager
+def other_process(base: Path, then: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """Start a process that writes something and then does as told; give it and its file."""
+    with child("-c", OTHER.format(then=then), str(base)) as process:
+        assert process.stdout is not None
+        yield process, Path(process.stdout.readline().strip())
 
 
 @pytest.mark.parametrize("then", ["", "raise SystemExit(3)", "1 / 0"])
 def test_a_process_that_ends_leaves_nothing(tmp_path, then):
-    process, _ = other_process(tmp_path, then)
-    process.communicate(timeout=60)
+    with other_process(tmp_path, then) as (process, _):
+        ended(process)
     assert folders(tmp_path) == []
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next_and_a_living_one_keeps_its_own(tmp_path):
-    killed, left = other_process(tmp_path, "time.sleep(60)")
-    living, kept = other_process(tmp_path, "sys.stdin.readline()")
     mine = tmp_path / f"{folder.PREFIX}12-abcdefgh"
     mine.mkdir()
     (mine / "my data").write_text("kept")
     (tmp_path / "actmem-results").mkdir()
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate(timeout=60)
-    assert left.stat().st_size > 0
-    store = DiskStore(tmp_path)
-    assert not left.parent.exists()
-    assert kept.exists()
-    assert (mine / "my data").exists() and (tmp_path / "actmem-results").exists()
-    store.close()
-    living.communicate("\n", timeout=60)
-    assert not kept.parent.exists()
+    sleeps, waits = "time.sleep(600)", "sys.stdin.readline()"
+    with other_process(tmp_path, sleeps) as (killed, left), other_process(tmp_path, waits) as (living, kept):
+        killed.kill()
+        ended(killed)
+        assert left.stat().st_size > 0
+        store = DiskStore(tmp_path)
+        assert not left.parent.exists()
+        assert kept.exists()
+        assert (mine / "my data").exists() and (tmp_path / "actmem-results").exists()
+        store.close()
+        ended(living, "\n")
+        assert not kept.parent.exists()
 
 
 def test_a_directory_that_is_taken_for_dead_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
@@ -161,23 +164,17 @@ def test_a_forked_child_can_neither_use_nor_remove_the_file_of_its_parent(store)
 
 @forks
 def test_a_child_that_lives_on_does_not_keep_the_lock_of_a_dead_parent(tmp_path):
-    then = "import os\nif os.fork() == 0:\n    time.sleep(60)\nprint('forked', flush=True)\ntime.sleep(60)"
-    parent, left = other_process(tmp_path, then)
-    assert parent.stdout is not None and parent.stdout.readline() == "forked\n"
-    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
-    if not children.exists():
-        parent.kill()
-        pytest.skip("the kernel does not list children")
-    child = int(children.read_text())
-    try:
-        parent.kill()
-        parent.wait(60)
-        DiskStore(tmp_path).close()
-        assert not left.parent.exists()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        parent.stdout.close()
-        parent.stdin.close()
+    then = "import os\nforked = os.fork()\nif forked:\n    print(forked, flush=True)\ntime.sleep(600)"
+    with other_process(tmp_path, then) as (parent, left):
+        assert parent.stdout is not None
+        forked = int(parent.stdout.readline())
+        try:
+            parent.kill()
+            parent.wait(PATIENCE_SECONDS)
+            DiskStore(tmp_path).close()
+            assert not left.parent.exists()
+        finally:
+            os.kill(forked, signal.SIGKILL)
 
 
 @forks

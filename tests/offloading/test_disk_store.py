@@ -9,7 +9,6 @@ import random
 import resource
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from actmem.offloading import disk, folder, pipe
 from actmem.offloading.disk import DiskStore
 from actmem.offloading.pipe import Pipe
 from tests.offloading.disks import MIB, folders, full_slot, read_back, small_disk, some_bytes
+from tests.patience import PATIENCE_SECONDS
 
 SIZES = [1, 511, 4096, 4097, 512 * 1024 + 1, 3 * MIB + 7, 17 * MIB + 4095]
 forks = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # Python 3.12 and later
@@ -169,7 +169,7 @@ def test_writes_and_reads_of_several_threads_do_not_mix(store):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_SECONDS)
     assert failed == []
 
 
@@ -257,7 +257,7 @@ def test_a_finalizer_may_give_a_slot_back_inside_take(store, monkeypatch):
     monkeypatch.setattr(disk.os, "fstatvfs", lambda fd: (gc.collect(), real(fd))[1])  # while `take` holds its lock
     done = threading.Event()
     threading.Thread(target=lambda: (store.take(200 * MIB), done.set()), daemon=True).start()
-    assert done.wait(30)
+    assert done.wait(PATIENCE_SECONDS)
     assert store.used_bytes == 200 * MIB
 
 
@@ -342,10 +342,8 @@ def test_a_disk_that_does_not_answer_raises_and_its_buffers_are_never_used_again
         silent, "_begin", lambda op, buffer, num_bytes, offset: silent._waiting.update({buffer: num_bytes})
     )
     monkeypatch.setattr(store, "_pipes", [silent])
-    began = time.monotonic()
     with pytest.raises(OffloadError, match=r"did not answer for .* in 0\.2 seconds"):
         store.write(slot, some_bytes(MIB))
-    assert time.monotonic() - began < 20
     assert store._pipes == []
     pipe._STUCK.remove(silent)
     nothing.close()

@@ -12,6 +12,7 @@ from actmem.errors import ActmemError, OffloadError
 from actmem.offloading import host
 from actmem.offloading.host import HostStore, class_bytes
 from actmem.torchcompat import FakeTensor
+from tests.patience import PATIENCE_SECONDS
 
 MIB = 2**20
 
@@ -212,7 +213,7 @@ def test_a_finalizer_may_give_a_slot_back_inside_take(store, monkeypatch):
     monkeypatch.setattr(host, "available_bytes", lambda: gc.collect() and None)  # runs while `take` holds its lock
     done = threading.Event()
     threading.Thread(target=lambda: (store.take(MIB), done.set()), daemon=True).start()
-    assert done.wait(30)
+    assert done.wait(PATIENCE_SECONDS)
     assert store.used_bytes == MIB
 
 
@@ -235,7 +236,7 @@ def test_many_threads_take_and_give_without_losing_a_byte(store):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_SECONDS)
     assert failed == []
     assert store.used_bytes == 0
 

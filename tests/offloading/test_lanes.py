@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +17,9 @@ from actmem.offloading.accelerator import AcceleratorLane
 from actmem.offloading.lanes import Copy, Lane, as_bytes
 from actmem.offloading.stores import Slot
 from actmem.offloading.threads import ThreadLane
+from tests.children import child, ended, run
 from tests.offloading.virtual import VirtualDevice
+from tests.patience import PATIENCE_SECONDS, eventually
 
 
 class MemoryStore:
@@ -64,15 +61,6 @@ def lane_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("actmem-")]
 
 
-def ended_within(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.002)
-    return True
-
-
 @pytest.fixture
 def store() -> MemoryStore:
     return MemoryStore()
@@ -80,7 +68,7 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def lane() -> Iterator[ThreadLane]:
-    lane = ThreadLane(timeout_seconds=20.0)
+    lane = ThreadLane(timeout_seconds=PATIENCE_SECONDS)
     yield lane
     lane.close()
     assert not lane_threads()
@@ -98,7 +86,7 @@ class Gate:
     def _pass(self, what: str, slot: Slot) -> None:
         if what == self._what:
             self.reached.set()
-            assert self.open.wait(20.0)
+            assert self.open.wait(PATIENCE_SECONDS)
 
 
 def test_both_lanes_keep_the_same_protocol() -> None:
@@ -133,7 +121,7 @@ def test_the_caller_goes_on_while_a_copy_is_under_way(lane: ThreadLane, store: M
     gate = Gate(store)
     source = torch.arange(8, dtype=torch.uint8)
     copy = lane.out(source, store, store.take(8))
-    assert gate.reached.wait(10.0)
+    assert gate.reached.wait(PATIENCE_SECONDS)
     assert not copy.done()
     gate.open.set()
     copy.wait()
@@ -150,7 +138,7 @@ def test_a_source_lives_until_its_copy_is_done_and_no_longer(lane: ThreadLane, s
     assert storage() is not None
     gate.open.set()
     copy.wait()
-    assert ended_within(lambda: storage() is None)
+    assert eventually(lambda: storage() is None)
 
 
 def test_a_read_waits_for_the_write_of_its_slot_and_for_no_other(lane: ThreadLane, store: MemoryStore) -> None:
@@ -214,7 +202,7 @@ def test_a_read_that_failed_does_not_spoil_the_next_one(lane: ThreadLane, store:
     gate = threading.Event()
 
     def fail_once(what: str, slot: Slot) -> None:
-        assert gate.wait(10.0)
+        assert gate.wait(PATIENCE_SECONDS)
         store.before = lambda what, slot: None
         raise OSError(5, "Input/output error")
 
@@ -240,7 +228,7 @@ def test_a_failed_copy_keeps_no_tensor_alive(lane: ThreadLane, store: MemoryStor
     del source
     with pytest.raises(OffloadError, match="Input/output error"):
         copy.wait()
-    assert ended_within(lambda: storage() is None)
+    assert eventually(lambda: storage() is None)
 
 
 def test_a_wait_ends_with_an_error_when_the_store_hangs(store: MemoryStore) -> None:
@@ -254,23 +242,23 @@ def test_a_wait_ends_with_an_error_when_the_store_hangs(store: MemoryStore) -> N
     with pytest.raises(OffloadError, match="threads actmem-write-0 did not end"):
         lane.close()
     gate.open.set()
-    assert ended_within(lambda: not lane_threads())
+    assert eventually(lambda: not lane_threads())
 
 
 def test_close_gives_up_what_is_queued_and_whoever_waits_for_it_is_told(store: MemoryStore) -> None:
-    lane = ThreadLane(timeout_seconds=20.0)
+    lane = ThreadLane(timeout_seconds=PATIENCE_SECONDS)
     gate = Gate(store)
     slots = [store.take(4) for _ in range(3)]
     copies: list[Copy] = [lane.out(torch.zeros(4, dtype=torch.uint8), store, slot) for slot in slots]
     copies.append(lane.back(store, slots[2], torch.zeros(4, dtype=torch.uint8)))
-    assert gate.reached.wait(10.0)
+    assert gate.reached.wait(PATIENCE_SECONDS)
     for slot in slots:
         lane.give(store, slot)
     closing = threading.Thread(target=lane.close)
     closing.start()
-    assert ended_within(lambda: lane._closed)
+    assert eventually(lambda: lane._closed)
     gate.open.set()
-    closing.join(10.0)
+    closing.join(PATIENCE_SECONDS)
     assert not closing.is_alive() and not lane_threads()
     copies[0].wait()
     for copy in copies[1:]:
@@ -287,7 +275,7 @@ def test_no_thread_is_left_after_a_lane_that_nobody_closed() -> None:
     lane.out(torch.zeros(4, dtype=torch.uint8), store, store.take(4)).wait()
     assert len(lane_threads()) == 2
     del lane
-    assert ended_within(lambda: not lane_threads())
+    assert eventually(lambda: not lane_threads())
 
 
 def test_no_thread_is_left_after_an_exception() -> None:
@@ -340,7 +328,7 @@ def test_many_threads_may_share_a_lane(lane: ThreadLane, store: MemoryStore) -> 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30.0)
+        thread.join(PATIENCE_SECONDS)
     lane.settle()
     assert not wrong and not store.taken and len(store.given) == 200
 
@@ -370,13 +358,13 @@ FORK = """
 import os, sys, torch
 from actmem.errors import OffloadError
 from actmem.offloading.threads import ThreadLane
-from tests.offloading.test_lanes import MemoryStore, Gate
+from tests.offloading.test_lanes import PATIENCE_SECONDS, MemoryStore, Gate
 
-lane, store = ThreadLane(timeout_seconds=20.0), MemoryStore()
+lane, store = ThreadLane(timeout_seconds=PATIENCE_SECONDS), MemoryStore()
 gate = Gate(store)
 slot = store.take(4)
 copy = lane.out(torch.ones(4, dtype=torch.uint8), store, slot)
-assert gate.reached.wait(10.0)
+assert gate.reached.wait(PATIENCE_SECONDS)
 child = os.fork()
 if child == 0:
     told = 0
@@ -399,12 +387,12 @@ sys.exit(os.waitstatus_to_exitcode(status))
 INTERRUPT = """
 import sys, threading, torch
 from actmem.offloading.threads import ThreadLane
-from tests.offloading.test_lanes import MemoryStore, Gate
+from tests.offloading.test_lanes import PATIENCE_SECONDS, MemoryStore, Gate
 
-lane, store = ThreadLane(timeout_seconds=60.0), MemoryStore()
+lane, store = ThreadLane(timeout_seconds=PATIENCE_SECONDS), MemoryStore()
 gate = Gate(store)
 copies = [lane.out(torch.ones(4, dtype=torch.uint8), store, store.take(4)) for _ in range(3)]
-assert gate.reached.wait(10.0)
+assert gate.reached.wait(PATIENCE_SECONDS)
 try:
     print("ready", flush=True)
     copies[0].wait()
@@ -427,34 +415,21 @@ print("end", flush=True)
 """
 
 
-def start(program: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).parent.parent.parent,
-        env={**os.environ, "PYTHONPATH": "."},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
-    process = start(FORK)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    done = run("-c", FORK)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_interrupt_in_the_middle_of_a_wait_ends_cleanly() -> None:
-    process = start(INTERRUPT)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert output == "interrupted\n[]\n", errors
-    assert process.returncode == 0
+    with child("-c", INTERRUPT) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        output, errors = ended(process)
+        assert output == "interrupted\n[]\n", errors
+        assert process.returncode == 0
 
 
 def test_a_process_that_ends_with_copies_under_way_ends() -> None:
-    process = start(ENDS_OPEN)
-    output, errors = process.communicate(timeout=60)
-    assert (output, errors, process.returncode) == ("end\n", "", 0)
+    done = run("-c", ENDS_OPEN)
+    assert (done.stdout, done.stderr, done.returncode) == ("end\n", "", 0)

@@ -6,10 +6,10 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 import actmem
 from actmem import Full, Offload, OffloadError, Rule, Rules
 from actmem.modes import Mode
+from tests.children import child, ended
+from tests.patience import eventually
 
-SECONDS = 60
 PLACES = ("disk", "host")
 
 
@@ -267,35 +268,18 @@ PROGRAM = """
 """
 
 
-def started(folder: Path, rest: str) -> subprocess.Popen[str]:
+@contextmanager
+def started(folder: Path, rest: str) -> Iterator[subprocess.Popen[str]]:
     code = textwrap.dedent(PROGRAM) + textwrap.dedent(rest)
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # the threads of OpenMP do not survive a fork
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "began\n"
-    return child
+    one_thread = {"OMP_NUM_THREADS": "1"}  # the threads of OpenMP do not survive a fork
+    with child("-c", code, str(folder), env=one_thread) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "began\n"
+        yield process
 
 
-def ended(child: subprocess.Popen[str]) -> tuple[str, str]:
-    """Wait until a process has ended; one that hangs is ended here."""
-    try:
-        return child.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.communicate()
-        raise
-
-
-def wait_for_file(folder: Path) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not any(f.stat().st_size for f in folder.rglob("activations")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def has_written(folder: Path) -> bool:
+    return any(file.stat().st_size for file in folder.rglob("activations"))
 
 
 FOREVER = """
@@ -305,21 +289,20 @@ FOREVER = """
 
 
 def test_ctrl_c_in_mid_step_ends_the_process_in_seconds_and_leaves_no_file(tmp_path: Path) -> None:
-    child = started(tmp_path, FOREVER)
-    wait_for_file(tmp_path)
-    child.send_signal(signal.SIGINT)
-    _, errors = ended(child)
-    assert "KeyboardInterrupt" in errors
-    assert "Fatal" not in errors
-    assert child.returncode != 0
+    with started(tmp_path, FOREVER) as process:
+        assert eventually(lambda: has_written(tmp_path))
+        process.send_signal(signal.SIGINT)
+        _, errors = ended(process)
+        assert "KeyboardInterrupt" in errors
+        assert "Fatal" not in errors
+        assert process.returncode != 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next_start(tmp_path: Path) -> None:
-    child = started(tmp_path, FOREVER)
-    wait_for_file(tmp_path)
-    child.kill()
-    ended(child)
+    with started(tmp_path, FOREVER):
+        assert eventually(lambda: has_written(tmp_path))
+    # Leaving the block has killed it.
     assert len(list(tmp_path.iterdir())) == 1, "nobody could clean up"
     model = build()
     with actmem.apply(model, everything(how("disk", tmp_path))):
@@ -329,16 +312,15 @@ def test_what_a_killed_process_left_is_removed_by_the_next_start(tmp_path: Path)
 
 
 def test_a_process_that_ends_without_remove_leaves_no_file_and_does_not_hang(tmp_path: Path) -> None:
-    child = started(tmp_path, "loss = model(torch.randn(64, 256)).sum()  # and the graph is alive at the end\n")
-    _, errors = ended(child)
-    assert (child.returncode, errors) == (0, "")
+    holds_its_graph = "loss = model(torch.randn(64, 256)).sum()\n"
+    with started(tmp_path, holds_its_graph) as process:
+        _, errors = ended(process)
+        assert (process.returncode, errors) == (0, "")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_forked_child_is_told_to_apply_for_itself_and_harms_nothing(tmp_path: Path) -> None:
-    child = started(
-        tmp_path,
-        """
+    program = """
         loss = model(torch.randn(64, 256)).square().mean()
         pid = os.fork()
         if pid == 0:
@@ -353,9 +335,9 @@ def test_a_forked_child_is_told_to_apply_for_itself_and_harms_nothing(tmp_path: 
         print("files", len(os.listdir(sys.argv[1])), "moved", applied.report().moved.back_bytes > 0)
         del loss
         applied.remove()
-        """,
-    )
-    printed, errors = ended(child)
+    """
+    with started(tmp_path, program) as process:
+        printed, errors = ended(process)
     assert errors == ""
     assert "child: " in printed and "forked" in printed
     assert "status 7" in printed

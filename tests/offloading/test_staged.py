@@ -33,6 +33,7 @@ from tests.offloading.disks import folders
 from tests.offloading.programs import Outcome, Program, Saved, Tickets
 from tests.offloading.simulated_threads import SharedLane, SimulatedDisk, SimulatedThreads, Staging, shared
 from tests.offloading.virtual import Event, VirtualDevice
+from tests.patience import PATIENCE_SECONDS, eventually
 
 # ---------------------------------------------------------------------- simulated threads: every race is seen
 
@@ -263,12 +264,12 @@ class GatedStore:
         return getattr(self._store, name)
 
     def write(self, slot: Any, source: Tensor) -> None:
-        assert self.may_write.wait(30)
+        assert self.may_write.wait(PATIENCE_SECONDS)
         self._store.write(slot, source)
 
     def read(self, slot: Any, target: Tensor) -> None:
         self.reading.set()
-        assert self.may_read.wait(30)
+        assert self.may_read.wait(PATIENCE_SECONDS)
         self._store.read(slot, target)
 
     def open(self) -> None:
@@ -279,7 +280,9 @@ class GatedStore:
 class Rig:
     """A staged lane with all that it stands on."""
 
-    def __init__(self, directory: Path, *, seconds: float = 60, seed: int = 0, bound: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, seconds: float = PATIENCE_SECONDS, seed: int = 0, bound: int | None = None
+    ) -> None:
         self.device = LockedDevice(seed)
         self.disk = DiskStore(directory)
         self.store: Any = GatedStore(self.disk)
@@ -385,7 +388,7 @@ def test_host_memory_on_the_way_to_a_slow_disk_is_bounded(tmp_path: Path) -> Non
         assert third.is_alive(), "it waits for the oldest write"
         assert one.staging.used_bytes == 1280
         one.store.may_write.set()
-        third.join(10)
+        third.join(PATIENCE_SECONDS)
         assert not third.is_alive()
         slot, copy = one.sent(3, 4000)  # what is larger than the bound goes alone
         copy.wait()
@@ -399,7 +402,7 @@ def test_a_fetch_that_is_given_up_does_not_wait_for_the_disk(tmp_path: Path) -> 
         slots = [one.sent(value)[0] for value in range(2)]
         one.lane.settle()
         begun = [one.lane.back(one.store, slot, one.device.allocate(640)) for slot in slots]
-        assert one.store.reading.wait(10)
+        assert one.store.reading.wait(PATIENCE_SECONDS)
         begun.clear()  # one is being read, one is queued
         assert one.staging.used_bytes == 2 * 640, "the disk may still write there"
         one.store.may_read.set()
@@ -414,11 +417,11 @@ def test_a_fetch_that_only_the_garbage_collector_finds_is_given_up_too(tmp_path:
         slot, _ = one.sent(1)
         loop: list[Any] = [one.lane.back(one.store, slot, one.device.allocate(640))]
         loop.append(loop)
-        assert one.store.reading.wait(10)
+        assert one.store.reading.wait(PATIENCE_SECONDS)
         del loop
         collector = threading.Thread(target=gc.collect)
         collector.start()
-        collector.join(10)
+        collector.join(PATIENCE_SECONDS)
         assert not collector.is_alive()
 
 
@@ -479,9 +482,7 @@ def test_host_memory_stays_taken_until_a_disk_that_hangs_has_let_go_of_it(tmp_pa
         del copy
         assert one.staging.used_bytes == 640, "a write or read may still be under way"
         one.store.open()
-        deadline = time.monotonic() + 10
-        while one.staging.used_bytes and time.monotonic() < deadline:
-            time.sleep(0.01)
+        eventually(lambda: not one.staging.used_bytes)
         one.lane.settle()
         assert one.staging.used_bytes == 0
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from actmem.errors import OffloadError
 from actmem.offloading.accelerator import AcceleratorLane
 from actmem.offloading.device import TorchDevice
 from actmem.offloading.lanes import Lane
+from tests.children import run
 from tests.offloading.programs import ArenaSlot
 
 NAME = "actmemtest"
@@ -153,14 +152,7 @@ def _child() -> dict[str, Any]:
 @functools.cache
 def acts() -> dict[str, Any]:
     """Run the child once, for all tests of this file."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.offloading.test_torch_device"],
-        cwd=Path(__file__).parent.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = run("-m", "tests.offloading.test_torch_device")
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 

@@ -3,7 +3,6 @@
 import gc
 import random
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +20,8 @@ from actmem.offloading.host import HostStore
 from actmem.offloading.lanes import Copy
 from actmem.offloading.stores import Slot, Store
 from actmem.offloading.threads import ThreadLane
+from tests.patience import PATIENCE_SECONDS, eventually
 
-SECONDS = 20.0
 STORES = ("host", "disk")
 
 
@@ -38,7 +37,7 @@ class Gate:
 
     def wait(self) -> None:
         self.on_write()
-        assert self._event.wait(SECONDS), "the test never opened the gate"
+        assert self._event.wait(PATIENCE_SECONDS), "the test never opened the gate"
 
 
 class GatedStore(HostStore):
@@ -55,7 +54,7 @@ class WatchedLane(ThreadLane):
     """A lane that notes what it was asked for."""
 
     def __init__(self) -> None:
-        super().__init__(timeout_seconds=SECONDS)
+        super().__init__(timeout_seconds=PATIENCE_SECONDS)
         self._under_way: list[tuple[Copy, int]] = []
         self.out_counts: list[int] = []
         """At each copy out: how many were under way, this one included."""
@@ -82,7 +81,7 @@ def offloading(
 ) -> Iterator[Offloader]:
     if isinstance(store, str):
         store = HostStore(pin=False) if store == "host" else DiskStore()
-    lane = lane or ThreadLane(timeout_seconds=SECONDS)
+    lane = lane or ThreadLane(timeout_seconds=PATIENCE_SECONDS)
     try:
         yield Offloader(store, lane, in_flight_bytes=in_flight_bytes, **rest)
     finally:
@@ -98,14 +97,6 @@ def balanced(offloader: Offloader) -> bool:
     ledger = offloader.ledger
     moved = (ledger.back_bytes, ledger.dropped_bytes, ledger.waiting_bytes, ledger.again_bytes)
     return ledger.out_bytes == sum(moved[:3]) and min(moved) >= 0
-
-
-def ended(condition: Callable[[], bool]) -> bool:
-    """Wait, for a bounded time, until something is so."""
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return condition()
 
 
 def open_files() -> list[str]:
@@ -166,7 +157,7 @@ def test_a_second_holder_shares_what_the_first_fetched_while_it_lives() -> None:
         assert first.data_ptr() == second.data_ptr()
         assert offloader.ledger.again_bytes == 0
         del first, second
-        assert ended(lambda: ticket._shared() is None), "the lane lets go of what it copied"
+        assert eventually(lambda: ticket._shared() is None), "the lane lets go of what it copied"
         assert torch.equal(ticket.fetch_shared(), numbers(5000))
         assert offloader.ledger.again_bytes == offloader.ledger.back_bytes == 5000
 
@@ -210,10 +201,7 @@ def test_without_overlap_each_value_is_away_when_send_returns() -> None:
         alive = weakref.ref(source.untyped_storage())
         ticket = offloader.send(source)
         del source
-        deadline = time.monotonic() + SECONDS  # the thread that wrote it may need a moment to leave its frame
-        while alive() is not None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert alive() is None
+        assert eventually(lambda: alive() is None)  # the thread that wrote it may need a moment to leave its frame
         other = offloader.send(numbers(5000, 1))
         assert lane.out_counts == [1, 1]
         assert torch.equal(other.fetch(), numbers(5000, 1))
@@ -307,10 +295,10 @@ def test_a_foreign_thread_that_drops_a_ticket_while_a_send_waits_goes_on_at_once
         assert waiting.is_alive(), "the bound is reached, and the gate is shut"
         dropping = threading.Thread(target=held.clear)
         dropping.start()
-        dropping.join(SECONDS)
+        dropping.join(PATIENCE_SECONDS)
         assert not dropping.is_alive()
         gate.open()
-        waiting.join(SECONDS)
+        waiting.join(PATIENCE_SECONDS)
         assert not waiting.is_alive()
         offloader.lane.settle()
         assert offloader.ledger.dropped_bytes == 1000
@@ -421,7 +409,7 @@ def test_threads_that_send_and_fetch_at_once_get_their_own_bytes(place: str) -> 
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(SECONDS * 3)
+            thread.join(PATIENCE_SECONDS)
         assert not any(thread.is_alive() for thread in threads)
         assert failed == []
         offloader.lane.settle()
@@ -518,7 +506,7 @@ def test_a_directory_that_was_removed_raises_at_the_next_send(tmp_path: Path) ->
 def test_close_waits_for_what_is_away_and_then_leaves_no_thread_file_or_descriptor(place: str, tmp_path: Path) -> None:
     threads, files = threading.active_count(), open_files()
     store = HostStore(pin=False) if place == "host" else DiskStore(tmp_path)
-    offloader = Offloader(store, ThreadLane(timeout_seconds=SECONDS), in_flight_bytes=4000)
+    offloader = Offloader(store, ThreadLane(timeout_seconds=PATIENCE_SECONDS), in_flight_bytes=4000)
     held = [offloader.send(numbers(3000, seed)) for seed in range(4)]
     offloader.close()
     offloader.close()
@@ -537,7 +525,7 @@ def test_close_waits_for_what_is_away_and_then_leaves_no_thread_file_or_descript
 
 def test_close_with_nothing_away_ends_at_once_although_copies_were_queued(tmp_path: Path) -> None:
     threads = threading.active_count()
-    offloader = Offloader(DiskStore(tmp_path), ThreadLane(timeout_seconds=SECONDS), in_flight_bytes=2**20)
+    offloader = Offloader(DiskStore(tmp_path), ThreadLane(timeout_seconds=PATIENCE_SECONDS), in_flight_bytes=2**20)
     for seed in range(20):
         offloader.send(numbers(30_000, seed))  # dropped at once
     offloader.close()

@@ -1,7 +1,5 @@
 """The catalogue has the published numbers, is built without weights at once, and needs torch alone."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actmem import ModeError
 from actmem.catalogue import DecoderConfig, build, example, find, names, tiny
 from actmem.catalogue.configs import scaled
+from tests.children import run
 
 # As the files of the published weights have them. Gemma is the language model alone, as keras-hub counts it, without
 # the vision tower; DeepSeek-V3 is without the module for multi-token prediction; ViT is as torchvision counts it.
@@ -183,5 +182,5 @@ for name in names():
 
 
 def test_importing_actmem_leaves_the_catalogue_out_and_the_catalogue_needs_torch_alone() -> None:
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    done = run("-c", PROGRAM)
+    assert done.returncode == 0, done.stderr

@@ -3,8 +3,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 import actmem.errors
 from actmem.devices import DEVICES_VARIABLE, Attainable, Device, Nvme, device, known_devices
 from actmem.errors import ActmemError, DeviceError
+from tests.children import run
 
 KEYS = (
     *("a100-40gb", "a100-80gb", "a100-pcie-80gb", "h100-80gb", "h100-pcie-80gb", "h100-nvl-94gb", "h200-141gb"),
@@ -116,8 +115,7 @@ from actmem import amounts, devices
 print(amounts.parse_budget(0.5, device_bytes=devices.device("h100-80gb").memory_bytes))
 """
     folder = str(Path(actmem.errors.__file__).parent)
-    run = [sys.executable, "-c", program, folder]
-    result = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    result = run("-c", program, folder)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["40000000000"]
 

@@ -1,8 +1,8 @@
 """Floating-point operations of one operator, by torch's own formulas.
 
-torch's registry has no entry for the fused attention of the CPU, for grouped matrix products, nor for `linear`. They
-are counted here by the rule torch uses for their relatives. Plain matrix products are counted here too: the
-registry's formulas refuse the overloads with an `out_dtype`.
+torch's registry has no entry for grouped matrix products, for `linear`, nor, before torch 2.15, for the fused attention
+of the CPU. They are counted here by the rule torch uses for their relatives. Plain matrix products are counted here
+too: the registry's formulas refuse the overloads with an `out_dtype`.
 """
 
 from __future__ import annotations
