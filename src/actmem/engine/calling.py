@@ -251,6 +251,6 @@ def storages_of(items: list[Tensor]) -> set[int]:
     for t in items:
         try:
             found.add(storage_key(t.untyped_storage()))
-        except (NotImplementedError, RuntimeError):  # sparse, or a wrapper subclass without bytes of its own
+        except (NotImplementedError, RuntimeError, ValueError):  # sparse, a wrapper without bytes of its own, or lazy
             continue
     return found
