@@ -36,6 +36,8 @@ class Program:
     """Run backward twice."""
     num_calls: int = 1
     """Training steps. From the second on, an engine knows the program."""
+    again: bool = False
+    """Each step runs the first block a second time before backward."""
 
     def describe(self) -> str:
         """Name the instructions, for whoever has to find out why a program fails."""
@@ -115,20 +117,21 @@ class Model(nn.Module):
         self.leaf = torch.randn(ROWS, COLS).requires_grad_()
         self.other = torch.randn(ROWS, COLS).requires_grad_()
         self.num_input_bytes = 0
-        self.wrote_inputs = False
+        self.wrote_parameters = False
 
     def forward(self) -> Tensor:
         r = Random(self.program.seed)
         x = self.leaf * 1.0
         y = r.choice([lambda: x, lambda: x[:2], x.t, x.detach, lambda: self.other * 1.0, lambda: self.other])()
         loss = torch.zeros(())
-        for block in self.blocks:
+        blocks = [*self.blocks, self.blocks[0]] if self.program.again else self.blocks
+        for block in blocks:
             self.num_input_bytes += sum(
                 {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (x, y)}.values()
             )
-            before, versions = (x, y), (x._version, y._version)
+            versions = [p._version for p in block.parameters()]
             x, y = block(x, y)
-            self.wrote_inputs |= tuple(t._version for t in before) != versions
+            self.wrote_parameters |= [p._version for p in block.parameters()] != versions
             loss = loss + (y * 0.5).sum()
         return loss + (x * x).sum()
 
@@ -141,8 +144,8 @@ class Outcome:
     report: Any = None
     num_input_bytes: int = 0
     """Storages that the blocks were given."""
-    wrote_inputs: bool = False
-    """A block wrote into what it was given. The block that made it may hold it, and then has to refuse."""
+    wrote_parameters: bool = False
+    """A block wrote on a parameter. Another call of it may need what was there, and then has to refuse."""
 
     def difference(self, other: Outcome) -> str | None:
         """Name the first tensor that is not the same to the bit, or return None."""
@@ -188,7 +191,7 @@ def _run(model: Model, mode: Any, *, checked: bool) -> Outcome:
     if applied is not None:
         report = applied.report() if checked else None
         applied.remove()
-    return Outcome(tensors, report, model.num_input_bytes, model.wrote_inputs)
+    return Outcome(tensors, report, model.num_input_bytes, model.wrote_parameters)
 
 
 def settled(program: Program) -> tuple[Program, Outcome] | None:

@@ -8,6 +8,17 @@ what the plan keeps, what is never replayed) may have to be held, and this file 
   data finds it exchanged here too; other tensors by an alias that has the same version counter and no history,
   because a tensor with history would close a cycle through the graph that holds the handle;
 - the rest when something that autograd saves cannot do without (NOTE [ Barriers ]).
+
+NOTE [ Copies ]
+What is held by reference belongs to the program, which may write on it. Plain autograd refuses that only for what it
+saved itself; a chain also starts from what it did not save, such as the vector that spectral norm moves on in every
+call, or a scratch buffer that all blocks use. So before a recorded operator writes, what it overwrites is copied for
+everyone who can still reach it: for values of its own tape by `preserve`, for those of other block calls, of any
+model, by `preserve_elsewhere`. Whoever holds a value by reference is noted at the storage itself, weakly: the note
+dies with the storage, and a value that no graph reaches any more is not copied for.
+
+Parameters are noted nowhere: whoever gathers or exchanges their data (FSDP) writes the same numbers again. And a write
+outside every applied block is seen too late: it is refused when backward needs what was there (`VersionError`).
 """
 
 # pyright: reportPrivateUsage=false
@@ -29,7 +40,7 @@ from actmem.engine.trees import tensors
 from actmem.engine.values import KEPT, UNCHECKED, Boxed, Value, copied, flat, without_bits
 from actmem.torchcompat import alias, alias_in_handler, counting_versions, outer_hooks
 
-__all__ = ["UNLIMITED", "Holdings", "storage_of"]
+__all__ = ["UNLIMITED", "Holdings", "preserve", "preserve_elsewhere", "storage_of"]
 
 UNLIMITED = 1 << 62
 """What may be reserved under an exact plan, which has weighed it."""
@@ -157,15 +168,20 @@ class Holdings:
         origin = tensor if tensor._base is None else tensor._base
         parameter = isinstance(origin, Parameter) or (origin.requires_grad and origin.is_leaf)
         if self._outer is not None and not parameter:
-            value.held = self._box(tensor, make_alias)
+            value.held = boxed = self._box(tensor, make_alias)
+            if boxed.version is not None:
+                _note_holder(boxed.packed.untyped_storage(), value)
         elif parameter and not (origin.is_conj() or origin.is_neg()):
             value.held = origin
             value.version = UNCHECKED if origin.is_inference() else origin._version
             value.num_bytes = value.num_bytes or origin.untyped_storage().nbytes()
         else:
             value.held = base = without_bits(make_alias(tensor))
-            value.version = UNCHECKED if base.is_inference() else base._version
-            value.num_bytes = value.num_bytes or base.untyped_storage().nbytes()
+            storage = base.untyped_storage()
+            value.num_bytes = value.num_bytes or storage.nbytes()
+            if not base.is_inference():
+                value.version = base._version
+                _note_holder(storage, value)
 
     def _box(self, tensor: Tensor, make_alias: Callable[[Tensor], Tensor]) -> Boxed:
         """Give a value to the hooks around the tape: all of its storage, because what they return may lie otherwise."""
@@ -220,11 +236,71 @@ def preserve(value: Value) -> None:
     if value.held is None:
         value.tensor = None  # owed perhaps, and nobody held it: from now on nobody can
     elif sys.getrefcount(value) > 3:
-        held = value.held
-        value.held = copied(held.unpack(held.packed) if type(held) is Boxed else held)
-        value.version = UNCHECKED
-        if value.row is not None:
-            value.row.copied = True
+        _exchange(value, _copy_of(value.held))
+
+
+def preserve_elsewhere(tensor: Tensor) -> None:
+    """Copy what is about to be overwritten for the values of other block calls that hold it. See NOTE [ Copies ]."""
+    storage = tensor.untyped_storage()
+    holders: _Holders | None = getattr(storage, _HOLDERS, None)
+    if holders is None:
+        return
+    copy = None
+    for reference in holders.values:
+        value = reference()
+        if value is None or not _refers(value, storage):
+            continue
+        if copy is None:
+            copy = _copy_of(value.held)
+        _exchange(value, copy)
+    delattr(storage, _HOLDERS)  # each of them is dead, has a copy, or was written unseen and will say so
+
+
+class _Holders:
+    """The values that hold a storage by reference, and at how many to look for dead ones."""
+
+    __slots__ = ("most", "values")
+
+    def __init__(self) -> None:
+        self.values: list[weakref.ref[Value]] = []
+        self.most = 8
+
+
+_HOLDERS = "_actmem_holders"
+
+
+def _note_holder(storage: Any, value: Value) -> None:
+    holders: _Holders | None = getattr(storage, _HOLDERS, None)
+    if holders is None:
+        holders = _Holders()
+        setattr(storage, _HOLDERS, holders)
+    elif len(holders.values) >= holders.most:
+        holders.values = [r for r in holders.values if r() is not None]
+        holders.most = 8 + 2 * len(holders.values)
+    holders.values.append(_ref(value))
+
+
+def _refers(value: Value, storage: Any) -> bool:
+    """Tell whether a value is still held by the bytes of a storage, and these are the ones that it noted."""
+    held, version = value.held, value.version
+    if type(held) is Boxed:
+        held, version = held.packed, held.version
+    elif version == UNCHECKED:
+        return False
+    if version is None or held._version != version or storage.nbytes() < value.num_bytes:
+        return False
+    return storage_of(held) is storage
+
+
+def _copy_of(held: Any) -> Tensor:
+    return copied(held.unpack(held.packed) if type(held) is Boxed else held)
+
+
+def _exchange(value: Value, copy: Tensor) -> None:
+    value.version = UNCHECKED  # first: another thread may be reading
+    value.held = copy
+    if value.row is not None:
+        value.row.copied = True
 
 
 def storage_of(tensor: Tensor) -> Any:

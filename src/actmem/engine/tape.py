@@ -34,7 +34,7 @@ from actmem.engine.checksum import checksum, has_bytes
 from actmem.engine.coverage import Coverage
 from actmem.engine.cutting import Cut
 from actmem.engine.deciding import Verdicts
-from actmem.engine.holding import UNLIMITED, Holdings, preserve, storage_of
+from actmem.engine.holding import UNLIMITED, Holdings, preserve, preserve_elsewhere, storage_of
 from actmem.engine.observing import Observation
 from actmem.engine.operators import DESCRIBED, Operator, describe, generator_state
 from actmem.engine.tracing import Tracer
@@ -310,18 +310,19 @@ class Tape(Holdings, TorchDispatchMode):
     def _leave_behind(self, writes: list[Write], *, fills_saved: bool) -> None:
         """Take leave of the versions that an operator is about to overwrite."""
         for write in writes:
-            value, write.old = write.old, None
-            if value is None:
-                continue
-            if value.row is not None:
-                value.row.overwritten = True
-            self._values.pop(storage_key(value.storage()), None)
-            early = [h for h in self._recent if h.value is value] if fills_saved else []
-            if early:
-                write.early = Value(value.storage, None, 0, None)
-                for handle in early:
-                    handle.value = write.early
-            preserve(value)
+            value, write.old = write.old or self._lookup(write.tensor), None  # the call itself may be the first to read it
+            if value is not None:
+                if value.row is not None:
+                    value.row.overwritten = True
+                self._values.pop(storage_key(value.storage()), None)
+                early = [h for h in self._recent if h.value is value] if fills_saved else []
+                if early:
+                    write.early = Value(value.storage, None, 0, None)
+                    for handle in early:
+                        handle.value = write.early
+                preserve(value)
+                del value, early
+            preserve_elsewhere(write.tensor)
         self._recent.clear()
 
     def _record_writes(

@@ -29,10 +29,10 @@ class ReportRow:
     """Bytes of one such value."""
     count: int
     decision: str
-    """`save`, `recompute`, `offload`, `input` (came from outside), `copy` (of something that was overwritten since), or
-    `never` (could not be replayed, so it is held)."""
+    """`save`, `recompute`, `offload`, `input` (came from outside), `copy` (of something that was overwritten since, by
+    this call of the block or a later one), or `never` (could not be replayed, so it is held)."""
     why: str
-    """For `never`: the reason. Else empty."""
+    """For `never` and `copy`: the reason. Else empty."""
     opaque: bool
     """It is held because a kernel that the tape cannot see stands before it."""
     by_autograd: bool
@@ -199,7 +199,7 @@ def _rows(rows: list[Row]) -> tuple[ReportRow, ...]:
             num_bytes=r.num_bytes,
             count=0,
             decision=decision,
-            why=REASONS.get(r.why or "", r.why or "") if never else "",
+            why=REASONS["overwritten"] if decision == "copy" else REASONS.get(r.why or "", r.why or "") if never else "",
             opaque=never and (r.cause or r.why) in _OPAQUE,
             by_autograd=r.saved,
             replayed=0,
@@ -219,7 +219,7 @@ def _decision(row: Row) -> str:
         return "offload"
     if not row.held:
         return "recompute" if row.saved else "replayed"
-    if row.kind != "made" and row.copied:
+    if row.copied and (row.kind != "made" or row.why == "external"):
         return "copy"
     if row.kind == "input" and row.why in ("external", "save"):
         return "input"
