@@ -34,7 +34,7 @@ from actmem.modes import (
 from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.report import Report, Trace, compiled_graphs, gather, paths_of, summarise
-from actmem.structure import Block, find_blocks, find_roles, fingerprint, layer_type
+from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
 from actmem.torchcompat import compiler_budget, keep_graph_order, named_modules
 
 __all__ = ["Applied", "apply"]
@@ -157,7 +157,7 @@ def apply(
     model: nn.Module,
     mode: Mode | Plan,
     *,
-    blocks: str | None = None,
+    blocks: str | Sequence[str] | None = None,
     scope: Sequence[str] | None = None,
     engine: Engine = "auto",
     collectives: Collectives = "save",
@@ -169,7 +169,8 @@ def apply(
     Args:
         model: any module; its repeating blocks are found.
         mode: a mode such as `Full()` or `Selective(save=[...])`, or a `Plan`. There is no default.
-        blocks: where the blocks are, as a glob over module paths, for models in which they cannot be found.
+        blocks: where the blocks are, as a glob over module paths or a list of them, for models in which they cannot
+            be found.
         scope: the towers whose blocks are meant, out of "language", "vision" and "audio". Left out: the language model
             where there is one.
         engine: "auto" takes the tape in eager, which records operators and replays them, and torch's checkpoint as an
@@ -197,6 +198,7 @@ def apply(
     192
     >>> applied.remove()
     """
+    check_module(model)
     if not isinstance(mode, (*_MODES, Plan)):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
         names = ", ".join(m.__name__ for m in _MODES)
         raise ModeError(
@@ -363,7 +365,9 @@ class _Roll:
             )
 
 
-def _blocks_of(model: nn.Module, plan: Plan, blocks: str | None, scope: Sequence[str] | None) -> tuple[Block, ...]:
+def _blocks_of(
+    model: nn.Module, plan: Plan, blocks: str | Sequence[str] | None, scope: Sequence[str] | None
+) -> tuple[Block, ...]:
     for name, value in (("blocks", blocks), ("scope", scope)):
         if value is not None:
             raise ModeError(f"{name} = {value!r} is given beside a plan, which names its own blocks. Leave {name} out.")

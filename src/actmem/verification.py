@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,7 @@ def verify(
     mode: Mode | Plan,
     *,
     loss: Callable[[Any], Tensor] | None = None,
-    blocks: str | None = None,
+    blocks: str | Sequence[str] | None = None,
     seed: int = 0,
 ) -> Verification:
     """Run one plain step and one under `mode` from the same state and seed, compare them to the bit, restore the model.
@@ -72,6 +72,7 @@ def verify(
     >>> actmem.verify(model, (torch.randn(2, 8),), actmem.Full(), loss=torch.sum).ok
     True
     """
+    check_module(model)
     with Restored(model, batch):
         with Restored(model, batch):
             plain = _step(model, batch, loss, seed)

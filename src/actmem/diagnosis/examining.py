@@ -64,7 +64,7 @@ def doctor(
     deepspeed: Source | None = None,
     policy: Sequence[Any] = (),
     loss: Callable[[Any], Tensor] | None = None,
-    blocks: str | None = None,
+    blocks: str | Sequence[str] | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> Diagnosis:
     """Look for what is known to go wrong with recomputation, in a model and in the settings of its training.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -47,7 +47,7 @@ class Case:
     setup: Setup
     mode: Mode | Plan | None = None
     policy: tuple[Any, ...] = ()
-    pattern: str | None = None
+    pattern: str | Sequence[str] | None = None
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     example: Any = None
     loss: Callable[[Any], Tensor] | None = None

@@ -20,7 +20,7 @@ __all__ = ["ApplyOptions", "Managing"]
 class ApplyOptions(TypedDict, total=False):
     """What a callback hands on to `actmem.apply`."""
 
-    blocks: str | None
+    blocks: str | Sequence[str] | None
     scope: Sequence[str] | None
     engine: Literal["auto", "tape", "checkpoint"]
     collectives: Literal["save", "recompute"]

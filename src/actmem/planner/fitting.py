@@ -43,7 +43,7 @@ def fit(
     shard: int = 1,
     examples: Sequence[dict[str, Any] | tuple[Any, ...]] = (),
     headroom: float | None = None,
-    blocks: str | None = None,
+    blocks: str | Sequence[str] | None = None,
     scope: Sequence[str] | None = None,
     routing: str = "balanced",
     fake: bool = True,
@@ -86,6 +86,7 @@ def fit(
     >>> plan.predicted.peak_bytes <= 2**20
     True
     """
+    check_module(model)
     batches = [*examples] if example is None else [example, *examples]
     if not batches:
         raise ModeError("there is no example to plan for. Give a batch: actmem.fit(model, batch, budget=...).")

@@ -22,7 +22,7 @@ from actmem.profiling.phantom import Recorded, record
 from actmem.profiling.restoring import Restored
 from actmem.profiling.sharding import sharded, with_optimizer
 from actmem.profiling.skipping import Skipped, Template, expand, identity, signature, skip
-from actmem.structure import Block, find_blocks, find_roles, fingerprint, layer_type
+from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
 from actmem.torchcompat import FakeTensorMode, named_modules
 
 __all__ = ["loss_of", "profile", "shapes_of"]
@@ -34,7 +34,7 @@ def profile(
     *,
     loss: Callable[[Any], Tensor] | None = None,
     fake: bool = True,
-    blocks: str | None = None,
+    blocks: str | Sequence[str] | None = None,
     scope: Sequence[str] | None = None,
     routing: str = "balanced",
     optimizer: str | None = "adamw",
@@ -63,6 +63,7 @@ def profile(
     >>> len(found.layers), found.parameters_bytes
     (3, 864)
     """
+    check_module(model)
     if not model.training:
         raise ModeError("the model is in eval mode, and a training step is profiled. Call model.train() first.")
     if routing not in ("balanced", "worst"):

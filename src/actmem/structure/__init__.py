@@ -11,7 +11,7 @@ Nothing here changes a model, runs it, or knows about decisions or tapes.
 - `identity.py` tells two models, or two blocks, apart, whatever wrapper is round them.
 """
 
-from actmem.structure.blocks import Block, find_blocks
+from actmem.structure.blocks import Block, check_module, find_blocks
 from actmem.structure.heads import find_head
 from actmem.structure.identity import fingerprint, plain_path
 from actmem.structure.layer_types import layer_type
@@ -20,6 +20,7 @@ from actmem.structure.targets import ROLES, find_roles, roles
 __all__ = [
     "ROLES",
     "Block",
+    "check_module",
     "find_blocks",
     "find_head",
     "find_roles",

@@ -19,10 +19,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
-from actmem.errors import StructureError
+from actmem.errors import ModeError, StructureError
 from actmem.structure.identity import Named, kind_of, named_modules, plain_path
 from actmem.structure.stacks import Stack, find_stacks, is_never_called, join, label_of, num_parameters
 from actmem.structure.targets import roles
@@ -53,14 +54,25 @@ class Block:
     """Its class and a hash of its structure: equal for blocks that are built alike."""
 
 
-def find_blocks(model: nn.Module, pattern: str | None = None, scope: Sequence[str] | None = None) -> tuple[Block, ...]:
+def check_module(model: Any) -> None:
+    """Raise if something other than a module is given as the model."""
+    if not isinstance(model, nn.Module):
+        raise ModeError(
+            f"the model is of type {type(model).__name__}. Expected an nn.Module, the one that is trained, as the first "
+            "argument: actmem.apply(model, actmem.Full())."
+        )
+
+
+def find_blocks(
+    model: nn.Module, pattern: str | Sequence[str] | None = None, scope: Sequence[str] | None = None
+) -> tuple[Block, ...]:
     """Find the repeating blocks of an unmodified model, in the order in which the model registered them.
 
     Args:
         model: any module, wrapped or not.
         pattern: where the blocks are, for models in which they cannot be found: a glob over module paths, matched
             name by name, so that `model.layers.*` means the layers and not what is in them. Several globs are
-            separated by commas. Prefixes of wrappers may be left out. `.` makes the whole model one block.
+            a list, or separated by commas. Prefixes of wrappers may be left out. `.` makes the whole model one block.
         scope: whose blocks to find in a multimodal model: a list out of "language", "vision" and "audio". None means
             the language model where there is one.
 
@@ -73,20 +85,25 @@ def find_blocks(model: nn.Module, pattern: str | None = None, scope: Sequence[st
     ['1', '2', '3']
     >>> [block.path for block in find_blocks(model, "*.self_attn")]
     ['1.self_attn', '2.self_attn', '3.self_attn']
+    >>> [block.path for block in find_blocks(model, ["1", "3.self_attn"])]
+    ['1', '3.self_attn']
     """
+    check_module(model)
+    globs = None if pattern is None else _globs(pattern)
     if next(model.parameters(), None) is None:
         raise StructureError(
             f"{type(model).__name__} has no parameters, so there is no activation to decide on. "
             "Give the module that holds the layers to train."
         )
     stacks = find_stacks(model)
-    if pattern is not None and scope is not None:
+    if globs is not None and scope is not None:
+        pattern = ",".join(globs)
         raise StructureError(
             f'blocks="{pattern}" and scope={scope!r} are both given, but each says on its own which blocks are meant. '
             f'Leave one of them out, for example: blocks="{pattern}"'
         )
-    if pattern is not None:
-        found = _matching(model, pattern, stacks)
+    if globs is not None:
+        found = _matching(model, globs, stacks)
     else:
         found = _chosen(model, stacks) if scope is None else _in_scope(model, stacks, scope)
     return tuple(
@@ -176,11 +193,20 @@ def _is_side_tower(group: Iterable[Stack]) -> bool:
     return all(_SIDE_TOWER.search(stack.path) for stack in group)
 
 
-def _matching(model: nn.Module, pattern: str, stacks: Sequence[Stack]) -> list[Named]:
+def _globs(pattern: Any) -> list[str]:
+    globs: list[Any] = [pattern] if isinstance(pattern, str) else list(pattern) if isinstance(pattern, Iterable) else []
+    if not globs or not all(isinstance(glob, str) for glob in globs):
+        raise StructureError(
+            f"blocks = {pattern!r} names no modules. Expected a glob over module paths, or a list of them: "
+            'blocks="model.layers.*" or blocks=["encoder.layers.*", "decoder.layers.*"].'
+        )
+    return [part.strip() for glob in globs for part in glob.split(",")]
+
+
+def _matching(model: nn.Module, globs: Sequence[str], stacks: Sequence[Stack]) -> list[Named]:
     first_paths = {id(module): path for path, module in named_modules(model)}
     chosen: dict[str, nn.Module] = {}
-    for glob in pattern.split(","):
-        glob = glob.strip()
+    for glob in globs:
         matched = [
             (first_paths[id(module)], module)
             for path, module in named_modules(model, repeats=True)
