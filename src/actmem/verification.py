@@ -15,6 +15,7 @@ from actmem.plan import Plan
 from actmem.profiling.restoring import Restored, inputs_of
 from actmem.profiling.stepping import loss_of
 from actmem.report import Report
+from actmem.structure import check_module
 from actmem.torchcompat import named_modules
 
 __all__ = ["Verification", "verify"]

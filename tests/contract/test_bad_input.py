@@ -108,6 +108,10 @@ CASES: dict[str, Bad] = {
     "engine_unknown": mode(Full, engine="tap"),
     "example_for_a_mode_that_needs_none": mode(Full, example=(1,)),
     "blocks_match_nothing": mode(Full, StructureError, blocks="layers.*.attn"),
+    "blocks_in_an_empty_list": mode(Full, StructureError, blocks=[]),
+    "blocks_by_number": mode(Full, StructureError, blocks=[0, 1]),
+    "a_number_for_the_model": Bad(lambda _: actmem.apply(5, Full()), ModeError),  # type: ignore[arg-type]
+    "model_and_mode_exchanged": Bad(lambda model: actmem.apply(Full(), model), ModeError),  # type: ignore[arg-type]
     "blocks_of_a_list": mode(Full, StructureError, blocks="layers"),
     # plans
     "plan_missing": mode(lambda: FromPlan("nowhere.json"), PlanError),

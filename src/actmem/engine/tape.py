@@ -310,7 +310,8 @@ class Tape(Holdings, TorchDispatchMode):
     def _leave_behind(self, writes: list[Write], *, fills_saved: bool) -> None:
         """Take leave of the versions that an operator is about to overwrite."""
         for write in writes:
-            value, write.old = write.old or self._lookup(write.tensor), None  # the call itself may be the first to read it
+            # The call itself may have been the first to refer to it.
+            value, write.old = write.old or self._lookup(write.tensor), None
             if value is not None:
                 if value.row is not None:
                     value.row.overwritten = True

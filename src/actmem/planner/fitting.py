@@ -25,6 +25,7 @@ from actmem.planner.writing import ANY, loosened, write_rules
 from actmem.profiles import Profile
 from actmem.profiling import profile
 from actmem.settings import Offload
+from actmem.structure import check_module
 
 __all__ = ["fit", "fit_profile", "named_keeps"]
 

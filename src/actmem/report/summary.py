@@ -199,7 +199,7 @@ def _rows(rows: list[Row]) -> tuple[ReportRow, ...]:
             num_bytes=r.num_bytes,
             count=0,
             decision=decision,
-            why=REASONS["overwritten"] if decision == "copy" else REASONS.get(r.why or "", r.why or "") if never else "",
+            why=REASONS["overwritten"] if decision == "copy" else _reason(r) if never else "",
             opaque=never and (r.cause or r.why) in _OPAQUE,
             by_autograd=r.saved,
             replayed=0,
@@ -207,6 +207,10 @@ def _rows(rows: list[Row]) -> tuple[ReportRow, ...]:
         )
         groups.setdefault(row, []).append(r.replayed)
     return tuple(replace(row, count=len(replayed), replayed=sum(replayed)) for row, replayed in groups.items())
+
+
+def _reason(row: Row) -> str:
+    return REASONS.get(row.why or "", row.why or "")
 
 
 def _packet(op: str) -> tuple[str, str]:

@@ -58,7 +58,7 @@ def check_module(model: Any) -> None:
     """Raise if something other than a module is given as the model."""
     if not isinstance(model, nn.Module):
         raise ModeError(
-            f"the model is of type {type(model).__name__}. Expected an nn.Module, the one that is trained, as the first "
+            f"the model is of type {type(model).__name__}. Expected an nn.Module, the one to train, as the first "
             "argument: actmem.apply(model, actmem.Full())."
         )
 
@@ -194,7 +194,7 @@ def _is_side_tower(group: Iterable[Stack]) -> bool:
 
 
 def _globs(pattern: Any) -> list[str]:
-    globs: list[Any] = [pattern] if isinstance(pattern, str) else list(pattern) if isinstance(pattern, Iterable) else []
+    globs: list[Any] = list(pattern) if isinstance(pattern, (list, tuple)) else [pattern]  # pyright: ignore[reportUnknownArgumentType]
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise StructureError(
             f"blocks = {pattern!r} names no modules. Expected a glob over module paths, or a list of them: "

@@ -1,4 +1,5 @@
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def layers(count: int = 2, cls: type[nn.Module] = Layer) -> nn.ModuleList:
     return nn.ModuleList(cls() for _ in range(count))
 
 
-def paths(model: nn.Module, pattern: str | None = None) -> list[str]:
+def paths(model: nn.Module, pattern: Any = None) -> list[str]:
     blocks = find_blocks(model, pattern)
     assert [block.index for block in blocks] == list(range(len(blocks)))
     assert all(model.get_submodule(block.path) is block.module for block in blocks)
@@ -168,9 +169,11 @@ def test_equal_structure_is_equal_kind() -> None:
         ("head,layers.1", ["layers.1", "head"]),
         ("layers.[0]", ["layers.0"]),
         (".", [""]),
+        (["head", "layers.1"], ["layers.1", "head"]),
+        (("layers.0.ff, head", "layers.1"), ["layers.0.ff", "layers.1", "head"]),
     ],
 )
-def test_a_pattern_is_matched_name_by_name(pattern: str, expected: list[str]) -> None:
+def test_a_pattern_is_matched_name_by_name(pattern: str | list[str], expected: list[str]) -> None:
     assert paths(holder(layers=layers(), head=nn.Linear(4, 4)), pattern) == expected
 
 
