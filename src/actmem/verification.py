@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from actmem.applying import apply
+from actmem.errors import ModeError
 from actmem.modes import Mode
 from actmem.plan import Plan
-from actmem.profiling.restoring import Restored, inputs_of
+from actmem.profiling.restoring import Restored, generator_states, inputs_of
 from actmem.profiling.stepping import loss_of
 from actmem.report import Report
 from actmem.structure import check_module
@@ -26,47 +27,71 @@ class Verification:
     """The outcome of `verify`."""
 
     difference: str | None
-    """The first thing that differs, by name, or None."""
+    """The first thing that the mode changes, by name, or None."""
     report: Report = field(repr=False)
     """What the mode did in the compared step."""
+    irreproducible: tuple[str, ...] = ()
+    """What differs between two plain runs already, by name: of this nothing can be said."""
+    notes: tuple[str, ...] = ()
+    """What to know before the outcome is trusted: plain training that is not reproducible, blocks that did nothing."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
+        """Whether the mode changes nothing."""
         return self.difference is None
 
     def __bool__(self) -> bool:
         return self.ok
 
+    def __str__(self) -> str:
+        verdict = (
+            "equal to plain training, to the bit" if self.ok else f"differs from plain training: {self.difference}"
+        )
+        return "\n".join([verdict, *(f"note: {note}" for note in self.notes)])
+
 
 @dataclass(frozen=True)
 class _Outcome:
-    loss: Tensor
-    gradients: dict[str, Tensor | None]
-    inputs: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
+    loss: dict[str, Tensor | None]
+    gradient: dict[str, Tensor | None]
+    input: dict[str, Tensor | None]
+    buffer: dict[str, Tensor | None]
     tree: dict[str, str]
-    random: Tensor
+    random: dict[str, Any]
+
+
+Batch = dict[str, Any] | tuple[Any, ...]
 
 
 def verify(
     model: nn.Module,
-    batch: dict[str, Any] | tuple[Any, ...],
+    batch: Batch | list[Batch],
     mode: Mode | Plan,
     *,
     loss: Callable[[Any], Tensor] | None = None,
     blocks: str | Sequence[str] | None = None,
     seed: int = 0,
+    forwards: int = 1,
 ) -> Verification:
-    """Run one plain step and one under `mode` from the same state and seed, compare them to the bit, restore the model.
+    """Run a step plain and under `mode` from the same state and seed, compare them to the bit, restore the model.
+
+    The plain step is run twice: what differs there already (a clock, a counter outside the model, an operator that is
+    not deterministic) is not counted as a difference of the mode, and is named in `irreproducible`. Each run starts
+    from the same parameters, buffers, random generators and Python attributes of the modules.
 
     Args:
         model: the model, not applied to.
-        batch: a dict for `model(**batch)`, or a tuple for `model(*batch)`.
+        batch: a dict for `model(**batch)`, or a tuple for `model(*batch)`. A list of these is a step with gradient
+            accumulation: a backward pass for each of them.
         mode: what to compare with plain training.
         loss: a function of the output; by default `output.loss`, or the output itself if it is a scalar.
         blocks: as for `apply`.
-        seed: for the random operators of both steps.
+        seed: for the random operators of every run.
+        forwards: how many forward passes of a batch come before its backward pass, which is that of the sum of their
+            losses.
+
+    Returns:
+        The outcome: print it, or ask for `.ok`.
 
     >>> import actmem
     >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(3)])
@@ -74,37 +99,86 @@ def verify(
     True
     """
     check_module(model)
-    with Restored(model, batch):
-        with Restored(model, batch):
-            plain = _step(model, batch, loss, seed)
-        with Restored(model, batch), apply(model, mode, blocks=blocks) as applied:
-            managed = _step(model, batch, loss, seed)
+    if type(forwards) is not int or forwards < 1:
+        raise ModeError(f"forwards = {forwards!r} is not permitted. Expected an int of 1 or more.")
+    batches = _batches(batch)
+    several = batches is batch
+    inputs = {f"{i}.{name}" if several else name: t for i, b in enumerate(batches) for name, t in inputs_of(b).items()}
+
+    def step() -> _Outcome:
+        return _step(model, batches, inputs, loss, seed, forwards)
+
+    with Restored(model, inputs):
+        with Restored(model, inputs):
+            plain = step()
+        with Restored(model, inputs):
+            again = step()
+        with Restored(model, inputs), apply(model, mode, blocks=blocks) as applied:
+            managed = step()
             report = applied.report()
+            idle = not any(model.get_submodule(path).training for path in applied.plan.blocks)
     after = _tree(model)
-    difference = _first_difference(plain, managed)
+    unsteady = _differences(plain, again, "in the first plain run, {} in the second")
+    found = _differences(plain, managed, "plain, {} under the mode")
+    difference = next((text for name, text in found.items() if name not in unsteady), None)
     if difference is None and after != plain.tree:
         difference = "the module tree after remove()"
-    return Verification(difference, report)
+    notes: list[str] = []
+    if idle:
+        notes.append(
+            "the blocks are in eval mode, in which they run as without a mode: plain was compared with plain. Call "
+            "model.train() first."
+        )
+    if unsteady:
+        first, *others = unsteady.values()
+        more = f" (and {len(others)} more)" if others else ""
+        notes.append(
+            f"plain training itself is not reproducible: two plain runs from the same state and seed differ in {first}"
+            f"{more}. What differs there was left out of the comparison. Look for a clock, a counter outside the "
+            "model's modules, or an operator that torch.use_deterministic_algorithms(True) refuses."
+        )
+    return Verification(difference, report, tuple(unsteady), tuple(notes))
 
 
-def _step(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None, seed: int) -> _Outcome:
+def _batches(given: Any) -> list[Any]:
+    """Return the batches of a step: the list itself where several are given."""
+    if isinstance(given, list) and all(isinstance(one, (dict, tuple)) for one in cast("list[Any]", given)):
+        if not given:
+            raise ModeError("batch = [] is empty. Expected a dict, a tuple, or a list with at least one of these.")
+        return cast("list[Any]", given)
+    return [cast(object, given)]
+
+
+def _step(
+    model: nn.Module,
+    batches: list[Any],
+    inputs: dict[str, Tensor],
+    loss: Callable[[Any], Tensor] | None,
+    seed: int,
+    forwards: int,
+) -> _Outcome:
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
     torch.clear_autocast_cache()  # else the second step finds the casts of the first, if autocast is on around both
-    for p in model.parameters():
-        p.grad = None
-    for t in inputs_of(batch).values():
+    for t in (*model.parameters(), *inputs.values()):
         t.grad = None
     tree = _tree(model)
-    out: Any = model(**batch) if isinstance(batch, dict) else model(*batch)
-    value = loss_of(out, loss)
-    value.backward()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
+    losses: dict[str, Tensor | None] = {}
+    for i, batch in enumerate(batches):
+        values: list[Tensor] = []
+        for n in range(forwards):
+            out: Any = model(**batch) if isinstance(batch, dict) else model(*batch)
+            values.append(loss_of(out, loss))
+            place = [f"batch {i}"] * (len(batches) > 1) + [f"forward {n}"] * (forwards > 1)
+            losses[", ".join(place)] = values[-1].detach().clone()
+        total = values[0] if forwards == 1 else torch.stack(values).sum()
+        total.backward()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
     return _Outcome(
-        value.detach().clone(),
+        losses,
         {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
-        {n: None if t.grad is None else t.grad.clone() for n, t in inputs_of(batch).items()},
+        {n: None if t.grad is None else t.grad.clone() for n, t in inputs.items()},
         {n: b.clone() for n, b in model.named_buffers()},
         tree,
-        torch.get_rng_state(),
+        generator_states(model),
     )
 
 
@@ -114,25 +188,41 @@ def _tree(model: nn.Module) -> dict[str, str]:
     return modules | parameters | {f"state {k}": "key" for k in model.state_dict()}
 
 
-def _first_difference(plain: _Outcome, managed: _Outcome) -> str | None:
-    if not _same(plain.loss, managed.loss):
-        return f"loss: {plain.loss.item()!r} plain, {managed.loss.item()!r} under the mode"
-    for what in ("gradients", "inputs", "buffers"):
-        a: dict[str, Tensor | None] = getattr(plain, what)
-        b: dict[str, Tensor | None] = getattr(managed, what)
+def _differences(one: _Outcome, other: _Outcome, how: str) -> dict[str, str]:
+    """List everything that differs: a name for it, and what to say of it."""
+    found: dict[str, str] = {}
+    for what in ("loss", "gradient", "input", "buffer"):
+        a: dict[str, Tensor | None] = getattr(one, what)
+        b: dict[str, Tensor | None] = getattr(other, what)
         for name in a | b:
             x, y = a.get(name), b.get(name)
-            if not _same(x, y):
-                by = (
-                    ""
-                    if x is None or y is None or x.shape != y.shape
-                    else f", largest difference {float((x.double() - y.double()).abs().max())!r}"
-                )
-                return f"{what.removesuffix('s')} of {name}{by}"
-    for name in plain.tree | managed.tree:
-        if plain.tree.get(name) != managed.tree.get(name):
-            return f"module tree at {name}"
-    return None if torch.equal(plain.random, managed.random) else "the state of the random generator after the step"
+            if _same(x, y):
+                continue
+            of = f"{what} of {name}" if name else what
+            if what == "loss" and x is not None and y is not None:
+                found[of] = f"{of}: {x.item()!r} {how.format(repr(y.item()))}"
+            elif x is None or y is None or x.shape != y.shape:
+                found[of] = of
+            else:
+                found[of] = f"{of}, largest difference {float((x.double() - y.double()).abs().max())!r}"
+    for name in one.tree | other.tree:
+        if one.tree.get(name) != other.tree.get(name):
+            found[f"module tree at {name}"] = f"module tree at {name}"
+    for name in one.random | other.random:
+        if not _same_state(one.random.get(name), other.random.get(name)):
+            kind = "the random generator" if name == "cpu" else f"the random generator of {name}"
+            found[f"generator {name}"] = f"the state of {kind} after the step"
+    return found
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        pairs = zip(cast("tuple[Any, ...]", one), cast("tuple[Any, ...]", other), strict=True)
+        return all(_same_state(a, b) for a, b in pairs)
+    equal: Any = one == other
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
 
 
 def _same(x: Tensor | None, y: Tensor | None) -> bool:

@@ -30,6 +30,19 @@ class Narrow(Net):
         return super().forward(x.view(-1, 63))
 
 
+class Block(nn.Sequential):
+    def forward(self, x):
+        from torch.utils._python_dispatch import _get_current_dispatch_mode as mode
+
+        return super().forward(x) * (2 if type(mode()).__name__ == "Tape" else 1)
+
+
+class Spoiled(Net):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
+
+
 class Drifting(Net):
     def forward(self, x):
         NUM_CALLS[0] += 1
@@ -52,6 +65,10 @@ def large():
 def on_meta():
     with torch.device("meta"):
         return Net(), (torch.randn(8, 64),), torch.sum
+
+
+def spoiled():
+    return Spoiled(), (torch.randn(8, 64),), torch.sum
 
 
 def drifting():

@@ -94,12 +94,21 @@ def test_a_reader_sees_both_steps_beside_each_other(run: Run) -> None:
 
 
 def test_a_step_that_differs_ends_with_1_and_says_what_differs(run: Run) -> None:
-    asked = run("verify", "mine:drifting", "--mode", "full", "--json")
+    asked = run("verify", "mine:spoiled", "--mode", "full", "--json")
     assert asked.code == 1
     found = checked("verify", asked.out)
-    assert not found["equal"]
+    assert not found["equal"] and not found["irreproducible"]
     assert found["difference"].startswith("loss: ")
-    assert run("verify", "mine:drifting", "--mode", "full").out.startswith("differs")
+    assert run("verify", "mine:spoiled", "--mode", "full").out.startswith("differs")
+
+
+def test_a_plain_step_that_is_not_reproducible_is_named_and_is_not_called_equal(run: Run) -> None:
+    asked = run("verify", "mine:drifting", "--mode", "full", "--json")
+    found = checked("verify", asked.out)
+    assert (asked.code, found["equal"], found["difference"]) == (1, False, None)
+    assert "loss" in found["irreproducible"]
+    shown = run("verify", "mine:drifting", "--mode", "full").out
+    assert shown.startswith("cannot be compared") and "two plain runs" in " ".join(shown.split())
 
 
 def test_a_step_that_is_equal_ends_with_0(run: Run) -> None:

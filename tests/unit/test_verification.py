@@ -1,3 +1,7 @@
+import itertools
+import random
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -6,6 +10,7 @@ from torch import Tensor, nn
 
 import actmem
 from actmem import Full, ModeError, SaveEverything
+from actmem.profiling.restoring import Restored, generator_states, set_generator_states
 from tests.zoo import ZOO
 
 
@@ -39,14 +44,14 @@ def stack() -> nn.Module:
     return nn.Sequential(Block(), Block())
 
 
-def spoil_the_second_step(model: nn.Module, spoil: Any) -> None:
-    """Have the second of two steps differ: `verify` runs the plain one first."""
+def spoil_the_managed_step(model: nn.Module, spoil: Any) -> None:
+    """Have the step under the mode differ: `verify` runs the plain one twice before."""
     count = 0
 
     def hook(module: nn.Module, args: Any) -> None:
         nonlocal count
         count += 1
-        if count % 2 == 0:
+        if count % 3 == 0:
             spoil()
 
     model.register_forward_pre_hook(hook)
@@ -65,7 +70,7 @@ def test_equal_steps_are_ok_and_true_and_carry_the_report() -> None:
 
 def test_a_loss_that_differs_is_named_with_both_values() -> None:
     model = stack()
-    spoil_the_second_step(model, lambda: model[1].lin.bias.data.add_(1))
+    spoil_the_managed_step(model, lambda: model[1].lin.bias.data.add_(1))
     outcome = result(model)
     assert not outcome.ok and not outcome
     assert outcome.difference is not None and outcome.difference.startswith("loss: ")
@@ -73,14 +78,14 @@ def test_a_loss_that_differs_is_named_with_both_values() -> None:
 
 def test_the_first_gradient_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model = stack()
-    spoil_the_second_step(model, lambda: monkeypatch.setattr(Wrong, "off", 1e-3))
+    spoil_the_managed_step(model, lambda: monkeypatch.setattr(Wrong, "off", 1e-3))
     difference = result(model).difference
     assert difference is not None and difference.startswith("gradient of 0.lin.weight, largest difference 0.0")
 
 
 def test_a_buffer_that_differs_is_named() -> None:
     model = stack()
-    spoil_the_second_step(model, lambda: model[0].num_calls.add_(1))
+    spoil_the_managed_step(model, lambda: model[0].num_calls.add_(1))
     assert result(model).difference == "buffer of 0.num_calls, largest difference 1.0"
 
 
@@ -91,7 +96,7 @@ def test_a_gradient_of_an_input_that_differs_is_named() -> None:
     x = torch.ones(2, 4, requires_grad=True)
     original = Wrong.off
     try:
-        spoil_the_second_step(model, lambda: setattr(Wrong, "off", 1e-3))
+        spoil_the_managed_step(model, lambda: setattr(Wrong, "off", 1e-3))
         difference = result(model, batch=(x,)).difference
     finally:
         Wrong.off = original
@@ -101,13 +106,13 @@ def test_a_gradient_of_an_input_that_differs_is_named() -> None:
 
 def test_a_change_of_the_module_tree_is_noticed() -> None:
     model = stack()
-    spoil_the_second_step(model, lambda: model[1].add_module("extra", nn.Identity()))
+    spoil_the_managed_step(model, lambda: model[1].add_module("extra", nn.Identity()))
     assert result(model).difference == "the module tree after remove()"
 
 
 def test_random_numbers_that_were_drawn_twice_are_noticed() -> None:
     model = stack()
-    spoil_the_second_step(model, lambda: torch.rand(1))
+    spoil_the_managed_step(model, lambda: torch.rand(1))
     assert result(model).difference == "the state of the random generator after the step"
 
 
@@ -134,7 +139,7 @@ def test_a_step_that_fails_restores_the_model_too() -> None:
     def fail() -> None:
         raise ValueError("second step")
 
-    spoil_the_second_step(model, fail)
+    spoil_the_managed_step(model, fail)
     with pytest.raises(ValueError, match="second step"):
         result(model)
     assert [type(m) for m in model.modules()] == original
@@ -188,3 +193,146 @@ def test_steps_inside_one_autocast_do_not_share_the_casts_of_weights(name: str) 
 def test_saving_everything_is_equal_and_replays_nothing() -> None:
     outcome = result(stack(), SaveEverything())
     assert outcome.ok and outcome.report.num_replayed == 0
+
+
+# -------------------------------------------------------------------- state in Python, and plain against plain
+
+
+class Remembering(Block):
+    """Computes from what it did before, in every way that Python has to remember."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.numbers = 0, itertools.count()
+        self.cache: list[Tensor] = []
+        self.recent: deque[int] = deque(maxlen=2)
+        self.by_name = {"calls": 0}
+        self.seen: set[int] = set()
+        self.inside = SimpleNamespace(calls=[0])
+        self.scratch = torch.zeros(4)
+        self.own = random.Random(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.cache.append(x.detach())
+        self.recent.append(self.count)
+        self.by_name["calls"] += 1
+        self.seen.add(self.count)
+        self.inside.calls[0] += 1
+        with torch.no_grad():
+            self.scratch.add_(1)
+        self.late = True  # an attribute that was not there before
+        remembered = self.count + len(self.cache) + sum(self.recent) + self.by_name["calls"] + len(self.seen)
+        remembered += self.inside.calls[0] + next(self.numbers)
+        return super().forward(x) * (remembered + self.own.random()) + self.scratch.clone()
+
+
+def test_what_a_block_remembers_in_python_is_not_a_difference_of_the_mode() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Remembering(), Remembering())
+    kept = model[0].cache, model[0].inside, model[0].scratch
+    names = list(vars(model[0]))
+    outcome = result(model)
+    assert outcome.ok and outcome.irreproducible == () and outcome.notes == (), str(outcome)
+    block = model[0]
+    assert (block.count, block.cache, list(block.recent), block.by_name) == (0, [], [], {"calls": 0})
+    assert (block.seen, block.inside.calls, next(block.numbers)) == (set(), [0], 0)
+    assert bool((block.scratch == 0).all()) and list(vars(block)) == names
+    assert all(a is b for a, b in zip(kept, (block.cache, block.inside, block.scratch), strict=True))
+
+
+def test_plain_training_that_is_not_reproducible_is_named_and_is_no_difference_of_the_mode() -> None:
+    model, calls = stack(), itertools.count(1)
+    model[1].register_forward_hook(lambda module, args, out: out * next(calls))
+    outcome = result(model)
+    assert outcome.ok and "loss" in outcome.irreproducible
+    assert "gradient of 0.lin.weight" in outcome.irreproducible
+    assert "two plain runs" in str(outcome) and "loss: " in str(outcome)
+
+
+def test_a_difference_of_the_mode_is_found_beside_what_is_not_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = stack(), itertools.count(1)
+    model.register_forward_pre_hook(lambda module, args: model[0].num_calls.add_(next(calls)) and None)
+    spoil_the_managed_step(model, lambda: monkeypatch.setattr(Wrong, "off", 1e-3))
+    outcome = result(model)
+    assert outcome.irreproducible == ("buffer of 0.num_calls",)
+    assert outcome.difference is not None and outcome.difference.startswith("gradient of 0.lin.weight")
+
+
+def test_several_forwards_come_before_one_backward_and_several_batches_accumulate() -> None:
+    x, y = torch.ones(2, 4, requires_grad=True), torch.zeros(3, 4, requires_grad=True)
+    model = stack()
+    assert result(model, batch=(x,)).ok
+    seen: list[str] = []
+    model.register_forward_pre_hook(lambda *_: seen.append("forward"))
+    model.register_full_backward_hook(lambda *_: seen.append("backward"))
+    outcome = actmem.verify(model, [(x,), (y,)], Full(), loss=torch.sum, forwards=2)
+    assert outcome.ok, str(outcome)
+    assert seen == (["forward"] * 2 + ["backward"] * 2) * 2 * 3
+    assert x.grad is None
+
+
+def test_a_loss_that_differs_in_a_later_forward_is_named_by_batch_and_forward() -> None:
+    model, calls = stack(), itertools.count(1)
+
+    def spoil(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out * (2 if next(calls) == 12 else 1)  # four forwards in a run: the last of the third run
+
+    model.register_forward_hook(spoil)
+    batches = [(torch.ones(2, 4),), (torch.ones(3, 4),)]
+    difference = actmem.verify(model, batches, Full(), loss=torch.sum, forwards=2).difference
+    assert difference is not None and difference.startswith("loss of batch 1, forward 1: ")
+
+
+@pytest.mark.parametrize("forwards", [0, 1.5, True])
+def test_a_number_of_forwards_that_is_none_is_refused(forwards: Any) -> None:
+    with pytest.raises(ModeError, match="forwards = "):
+        actmem.verify(stack(), (torch.ones(2, 4),), Full(), loss=torch.sum, forwards=forwards)
+
+
+def test_an_empty_list_of_batches_is_refused() -> None:
+    with pytest.raises(ModeError, match=r"batch = \[\] is empty"):
+        actmem.verify(stack(), [], Full(), loss=torch.sum)
+
+
+def test_in_eval_mode_it_says_that_the_blocks_do_nothing() -> None:
+    outcome = result(stack().eval())
+    assert outcome.ok and len(outcome.notes) == 1
+    assert "eval mode" in outcome.notes[0] and "model.train()" in outcome.notes[0]
+    assert result(stack()).notes == ()
+
+
+def test_random_numbers_of_python_that_were_drawn_twice_are_noticed() -> None:
+    model = stack()
+    spoil_the_managed_step(model, random.random)
+    before = random.getstate()
+    assert result(model).difference == "the state of the random generator of Python after the step"
+    assert random.getstate() == before
+
+
+def test_the_generator_of_every_device_of_a_model_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a device that is not here: its module answers in its place."""
+    states = {torch.device("cuda:1"): torch.tensor([1])}
+    module = SimpleNamespace(
+        get_rng_state=lambda device: states[torch.device(device)].clone(),
+        set_rng_state=lambda state, device: states.update({torch.device(device): state}),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    model = stack()
+    monkeypatch.setattr(model, "buffers", lambda: iter([SimpleNamespace(device=torch.device("cuda:1"))]))
+    found = generator_states(model)
+    assert "cuda:1" in found and int(found["cuda:1"]) == 1
+    states[torch.device("cuda:1")] = torch.tensor([2])
+    set_generator_states(found)
+    assert int(states[torch.device("cuda:1")]) == 1
+
+
+def test_a_module_that_points_to_its_trainer_or_to_a_logger_leaves_them_alone() -> None:
+    import logging
+
+    model = stack()
+    model[0].log = logging.getLogger("actmem.tests.pointed_to")
+    model[0].optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Restored(model, ()):
+        logging.getLogger("actmem.tests.made_meanwhile")
+    assert "actmem.tests.made_meanwhile" in logging.Logger.manager.loggerDict

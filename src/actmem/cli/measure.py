@@ -174,12 +174,14 @@ def run_verify(asked: Verify, screen: Screen) -> tuple[VerifyShown, int]:
         loaded = load(asked, place=place)
         profile = _profiled(loaded, asked.blocks, "adamw")
     saved_bytes, num_replayed = 0, 0
-    with screen.progress("running two steps"):
+    irreproducible: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    with screen.progress("running three steps"):
         try:
             found = actmem.verify(
                 loaded.model, loaded.batch, mode, loss=loaded.loss, blocks=asked.blocks, seed=asked.seed
             )
-            difference = found.difference
+            difference, irreproducible, notes = found.difference, found.irreproducible, found.notes
             saved_bytes, num_replayed = found.report.saved_bytes, found.report.num_replayed
         except SelfCheckError as error:
             difference = str(error)
@@ -187,8 +189,10 @@ def run_verify(asked: Verify, screen: Screen) -> tuple[VerifyShown, int]:
         model=described(loaded.name, loaded.source, loaded.model, profile),
         on=place,
         mode=str(_named(mode)),
-        equal=difference is None,
+        equal=difference is None and not irreproducible,
         difference=difference,
+        irreproducible=irreproducible,
+        notes=notes,
         saved_bytes=saved_bytes,
         num_replayed=num_replayed,
     )
@@ -202,6 +206,11 @@ def show_verify(shown: VerifyShown, screen: Screen) -> None:
     if shown.equal:
         screen.out.print("[green]equal[/] to the bit: loss, gradients, buffers, names and the random state of a step")
         screen.out.print(f"{name}: {did}", markup=False)
+    elif shown.difference is None:
+        screen.out.print("[yellow]cannot be compared[/]: plain training itself is not reproducible")
+        screen.out.print(f"{name}: nothing else differs", markup=False)
     else:
         screen.out.print("[red]differs[/] from a plain step")
         screen.out.print(f"{name}: {shown.difference}", markup=False)
+    for note in shown.notes:
+        screen.out.print(f"note: {note}", markup=False)

@@ -206,7 +206,10 @@ class VerifyShown(Document):
     mode: str
     equal: bool
     difference: str | None
-    """The first thing that differs."""
+    """The first thing that the mode changes."""
+    irreproducible: tuple[str, ...]
+    """What differs between two plain runs already."""
+    notes: tuple[str, ...]
     saved_bytes: int
     num_replayed: int
 
