@@ -247,6 +247,7 @@ def apply(
             blocks=blocks,
             scope=scope,
         )
+        blocks = scope = None  # the plan names its blocks
     if isinstance(mode, FromPlan):
         mode = Plan.load(mode.path)
     if isinstance(mode, Plan):

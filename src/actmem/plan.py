@@ -235,7 +235,8 @@ class Plan:
             raise ModeError(f"version = {self.version!r} is not known. Expected {PLAN_VERSION}.")
 
     def __str__(self) -> str:
-        ends = self.blocks if len(self.blocks) < 2 else (self.blocks[0], "...", self.blocks[-1])
+        named = [path or "the model itself" for path in self.blocks]
+        ends = named if len(named) < 2 else (named[0], "...", named[-1])
         lines = [
             f"plan of {self.mode}",
             f"{len(self.blocks)} block{'' if len(self.blocks) == 1 else 's'}: {' '.join(ends) or 'none'}",

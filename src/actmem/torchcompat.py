@@ -15,6 +15,7 @@ import torch
 import torch.fx.traceback as _traceback
 import torch.nn.attention as _torch_attention
 import torch.utils.checkpoint as _checkpoint
+from torch._prims_common import suggest_memory_format as _suggest
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import (
@@ -61,6 +62,7 @@ __all__ = [
     "selective_contexts",
     "sizes",
     "storage_key",
+    "suggested_format",
     "with_attention_backends",
     "without_autocast",
     "without_dispatch_modes",
@@ -231,6 +233,16 @@ def compute_intensive() -> frozenset[str] | None:
     except (ImportError, AttributeError):
         return None
     return frozenset(str(op) for op in listed)
+
+
+def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
+    """Return the memory format that most kernels give their result: by channels if the tensor lies so, else in order.
+
+    >>> suggested_format(torch.zeros(1, 2, 3, 4).to(memory_format=torch.channels_last))
+    torch.channels_last
+    """
+    found: Any = _suggest(tensor)
+    return found
 
 
 def sizes(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -58,6 +58,7 @@ __all__ = ["Flattened", "Handle", "Tape"]
 _ref = weakref.ref
 _default_dtype = torch.get_default_dtype
 _operators = DESCRIBED
+_EMPTY: Any = torch.ops.aten.empty_strided.default
 
 
 class Handle:
@@ -284,7 +285,7 @@ class Tape(Holdings, TorchDispatchMode):
             out = func(*args, **kwargs)
         made = self._record_writes(operator, node, writes, coverage)
         if forbidden == "uninitialised" and isinstance(out, Tensor) and not writes:
-            self._record_uninitialised(operator, args, kwargs, out)
+            self._record_uninitialised(operator, out)
         else:
             self._record_outputs(operator, node, out, given or "", made)
         if again and node is not None and (value := self._lookup(out)) is not None:
@@ -382,13 +383,15 @@ class Tape(Holdings, TorchDispatchMode):
         self._record_outputs(operator, node, out, keep, [])
         return out
 
-    def _record_uninitialised(self, operator: Operator, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _record_uninitialised(self, operator: Operator, out: Tensor) -> None:
         """Make a value of a newborn tensor, with the call that could make another when all of it has been written."""
         storage = out.untyped_storage()
         value = Value(_ref(storage), None, 0, "uninitialised")
         value.coverage = Coverage.of(out)
         if value.coverage is not None:
-            value.pending = self._node(operator, args, kwargs)
+            # Only its geometry matters: what `empty_like` was like need not be held for it.
+            place = {"dtype": out.dtype, "device": out.device}
+            value.pending = Node(_EMPTY, [out.size(), out.stride()], place, [])
         self._remember(value, storage, out, operator)
 
     def _record_outputs(

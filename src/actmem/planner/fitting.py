@@ -23,7 +23,7 @@ from actmem.planner.simulating import Simulated, simulate
 from actmem.planner.solve import Keeps, Link, Solution, really_kept, solve
 from actmem.planner.writing import ANY, loosened, write_rules
 from actmem.profiles import Profile
-from actmem.profiling import profile
+from actmem.profiling.stepping import profiles
 from actmem.settings import Offload
 from actmem.structure import check_module
 
@@ -105,22 +105,19 @@ def fit(
     if not 0 <= headroom < 1:
         raise ModeError(f"headroom = {headroom!r} is not permitted. Expected a number from 0 to below 1, such as 0.05.")
     budget_bytes = int(parse_budget(budget, device_bytes=known.memory_bytes) * (1 - headroom))
-    found = [
-        profile(
-            model,
-            batch,
-            loss=loss,
-            fake=fake,
-            blocks=blocks,
-            scope=scope,
-            routing=routing,
-            optimizer=optimizer,
-            optimizer_dtype=optimizer_dtype,
-            microbatches=microbatches,
-            shard=shard,
-        )
-        for batch in batches
-    ]
+    found = profiles(
+        model,
+        batches,
+        loss=loss,
+        fake=fake,
+        blocks=blocks,
+        scope=scope,
+        routing=routing,
+        optimizer=optimizer,
+        optimizer_dtype=optimizer_dtype,
+        microbatches=microbatches,
+        shard=shard,
+    )
     return fit_profile(found, budget_bytes, known, offload=offload, headroom=headroom, time_limit=time_limit)
 
 
@@ -279,7 +276,7 @@ def _predicted(
     headroom: float,
 ) -> Predicted:
     layer = found.peak_layer
-    where = f" in {p.layers[layer].path}" if layer >= 0 else ""
+    where = f" in {p.layers[layer].path or 'the model itself'}" if layer >= 0 else ""
     extra = s.replay_seconds + s.stall_seconds
     return Predicted(
         peak_bytes=found.peak_bytes,

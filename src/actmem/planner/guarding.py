@@ -83,7 +83,7 @@ class Guard:
                 loss=self._loss,
                 optimizer=None if name == "none" else name,
                 optimizer_dtype=getattr(torch, dtype, None),
-                blocks=",".join(self._plan.blocks),
+                blocks=",".join(path or "." for path in self._plan.blocks),
                 microbatches=predicted.microbatches,
                 shard=predicted.shard,
                 routing="worst" if predicted.routing == "worst" else "balanced",

@@ -18,7 +18,7 @@ def refusal(p: Profile, s: Solution, budget_bytes: int, *, offloaded: bool, head
     simulated = simulate(p, s.keeps, exact=True, timeline=True)
     peak = s.peak_bytes
     layer = simulated.peak_layer
-    where = f"in {p.layers[layer].path}" if layer >= 0 else "outside the blocks"
+    where = f"in {p.layers[layer].path or 'the model itself'}" if layer >= 0 else "outside the blocks"
     rest = peak - p.base_bytes
     parts = [f"parameters {size(p.parameters_bytes // p.shard)}"]
     if p.buffers_bytes:

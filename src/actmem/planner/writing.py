@@ -93,9 +93,7 @@ def _layer_rules(layer: Layer, keep: Sequence[str], where: str | None, default: 
             free = [i for i in left if keep[i] != decision]
             nth = None if not free and chosen == left else ",".join(str(left.index(i)) for i in chosen)
             said: Decision = "recompute" if not decision else "offload" if decision == "offload" else "save"
-            rules.append(
-                Rule(said, layers=where, module=f"*.{glob.escape(module)}" if module else None, op=op, nth=nth)
-            )
+            rules.append(Rule(said, layers=where, module=_glob(layer, module) if module else None, op=op, nth=nth))
             decided |= set(chosen)
     return rules
 
@@ -104,7 +102,13 @@ def _matched(layer: Layer, module: str) -> list[str]:
     """List the modules of the block that the glob of a rule matches: it may be the end of another path too."""
     if not module:
         return [""]
-    return [m for m in layer.modules if m and fnmatchcase(f"{layer.path}.{m}", f"*.{glob.escape(module)}")]
+    pattern = _glob(layer, module)
+    return [m for m in layer.modules if m and fnmatchcase(f"{layer.path}.{m}".strip("."), pattern)]
+
+
+def _glob(layer: Layer, module: str) -> str:
+    """Write a module of a block as a glob over full paths. Where the model itself is the block, nothing precedes it."""
+    return f"*.{glob.escape(module)}" if layer.path else glob.escape(module)
 
 
 def _selector(op: str) -> str:

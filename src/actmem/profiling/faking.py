@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from actmem.errors import UnsupportedError
 from actmem.measuring.ledger import tensors_in
+from actmem.profiling.layouts import LAYOUTS
 from actmem.profiling.rebinding import rebind
 from actmem.torchcompat import FakeTensor, TorchDispatchMode, never_compile, without_fake_mode
 
@@ -105,8 +106,10 @@ class Assuming(TorchDispatchMode):
         if not any(isinstance(t, FakeTensor) for t in given):
             return self._real(func, name, args, kwargs, given)
         if name in _CHOICES:
-            self.assumed = self.assumed or name not in _KNOWN
+            self.assumed = True
             return _CHOICES[name](self.routing, func, args, kwargs)
+        if name in LAYOUTS:
+            return LAYOUTS[name](func, args, kwargs)
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
@@ -153,33 +156,6 @@ def _top(routing: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     values, indices = func(*args, **kwargs)
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
     return values, _spread(indices, args[0].shape[dim], routing)
-
-
-def _grouped(_: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Give the result of a grouped product its shape: torch's own rule knows bfloat16 only."""
-    left, right = args[0], args[1]
-    offsets: Any = args[2] if len(args) > 2 else kwargs.get("offs")
-    if left.dtype is torch.bfloat16:
-        return func(*args, **kwargs)
-    rows, columns = left.shape[-2], right.shape[-1]
-    if left.dim() == 3 and right.dim() == 3:
-        groups: tuple[int, ...] = (left.shape[0],)
-    elif left.dim() == 2 and right.dim() == 2:
-        groups = (offsets.shape[0],)
-    else:
-        groups = ()
-    width = 16 // left.element_size()
-    padded = -(-columns // width) * width
-    strides = (rows * padded, padded, 1)[-2 - len(groups) :]
-    return left.new_empty_strided((*groups, rows, columns), strides)
-
-
-def _reduced(_: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Give a loss that is summed up the storage that it has on a CPU: torch computes it in place of all its terms."""
-    found = func(*args, **kwargs)
-    if found.dim() or found.device.type != "cpu":
-        return found
-    return args[0].new_empty(args[0].numel()).as_strided((), ())
 
 
 def _sorted(_: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -229,13 +205,8 @@ def _zeros(like: Tensor) -> Tensor:
         return torch.zeros(like.shape, dtype=like.dtype)
 
 
-_REDUCED = ("aten.mse_loss", "aten.smooth_l1_loss", "aten.binary_cross_entropy", "aten.soft_margin_loss")
-_KNOWN = frozenset({"aten._grouped_mm", *_REDUCED})
-"""Operators whose result only needs another shape or storage than fake tensors give it: nothing is assumed."""
 _CHOICES: dict[str, Any] = {
     "aten.topk": _top,
-    "aten._grouped_mm": _grouped,
-    **dict.fromkeys(_REDUCED, _reduced),
     "aten.sort": _sorted,
     "aten.argsort": _sorted,
     "aten.argmax": _best,

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from actmem.profiles import Cost, Entry, Profile, shifted
 
-__all__ = ["STEP", "sharded", "with_optimizer"]
+__all__ = ["STEP", "sharded", "with_optimizer", "without_gradients"]
 
 STEP = "optimizer step"
 """What stands in the place of an operator where the optimizer's step is the peak."""
@@ -40,6 +40,22 @@ def with_optimizer(profile: Profile, name: str, state_bytes: int, transient_byte
         optimizer=name,
         log=tuple(log),
         costs=costs,
+    )
+
+
+def without_gradients(profile: Profile, num_bytes: int) -> Profile:
+    """Leave out gradients that were taken to be there from the beginning, of parameters that get none.
+
+    >>> without_gradients(Profile(base_bytes=10, gradients_bytes=8, microbatches=2), 3).base_bytes
+    7
+    """
+    if not num_bytes or profile.microbatches == 1:
+        return profile
+    return replace(
+        profile,
+        base_bytes=profile.base_bytes - num_bytes,
+        gradients_bytes=profile.gradients_bytes - num_bytes,
+        log=tuple(shifted(entry, -num_bytes) for entry in profile.log),
     )
 
 

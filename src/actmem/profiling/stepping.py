@@ -14,18 +14,19 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from actmem.engine.calling import storages_of
 from actmem.engine.trees import tensors
 from actmem.errors import ModeError, UnsupportedError
+from actmem.modes import check_optimizer
 from actmem.profiles import Layer, Profile
 from actmem.profiling.chronicle import Chronicle
 from actmem.profiling.faking import Assuming, fake_batch, fake_copy
 from actmem.profiling.optimizing import optimizer_bytes
 from actmem.profiling.phantom import Recorded, record
 from actmem.profiling.restoring import Restored
-from actmem.profiling.sharding import sharded, with_optimizer
+from actmem.profiling.sharding import sharded, with_optimizer, without_gradients
 from actmem.profiling.skipping import Skipped, Template, expand, identity, signature, skip
 from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
 from actmem.torchcompat import FakeTensorMode, named_modules
 
-__all__ = ["loss_of", "profile", "shapes_of"]
+__all__ = ["loss_of", "profile", "profiles", "shapes_of"]
 
 
 def profile(
@@ -63,9 +64,69 @@ def profile(
     >>> len(found.layers), found.parameters_bytes
     (3, 864)
     """
+    return profiles(
+        model,
+        [example],
+        loss=loss,
+        fake=fake,
+        blocks=blocks,
+        scope=scope,
+        routing=routing,
+        optimizer=optimizer,
+        optimizer_dtype=optimizer_dtype,
+        microbatches=microbatches,
+        shard=shard,
+    )[0]
+
+
+def profiles(
+    model: nn.Module,
+    examples: Sequence[dict[str, Any] | tuple[Any, ...]],
+    *,
+    loss: Callable[[Any], Tensor] | None,
+    fake: bool,
+    blocks: str | Sequence[str] | None,
+    scope: Sequence[str] | None,
+    routing: str,
+    optimizer: str | None,
+    optimizer_dtype: torch.dtype | None,
+    microbatches: int,
+    shard: int,
+) -> list[Profile]:
+    """Profile a step of each example. The optimizer has state for what any of them trains. See `profile`."""
+    _check(model, examples, routing=routing, microbatches=microbatches, shard=shard, fake=fake)
+    check_optimizer(optimizer)
+    found = find_blocks(model, blocks, scope)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    seen = [_seen(model, found, device, example, loss, routing, microbatches, fake=fake) for example in examples]
+    unused = frozenset[str].intersection(*(its for _, its in seen))
+    state, transient = optimizer_bytes(
+        [p for name, p in model.named_parameters() if name not in unused],
+        optimizer,
+        dtype=optimizer_dtype,
+        together=device.type not in ("cpu", "meta"),
+    )
+    absent = sum(p.nbytes for name, p in model.named_parameters() if name in unused)
+    trained = sorted(
+        {str(optimizer_dtype or p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
+    )
+    called = "none" if optimizer is None else f"{optimizer}, {' and '.join(trained) or 'nothing to train'}"
+    return [sharded(with_optimizer(without_gradients(p, absent), called, state, transient), shard) for p, _ in seen]
+
+
+def _check(
+    model: nn.Module, examples: Sequence[Any], *, routing: str, microbatches: int, shard: int, fake: bool
+) -> None:
+    """Refuse what cannot be profiled."""
     check_module(model)
     if not model.training:
         raise ModeError("the model is in eval mode, and a training step is profiled. Call model.train() first.")
+    if not any(t.requires_grad for t in (*model.parameters(), *tensors(examples))):
+        raise ModeError(
+            f"{type(model).__name__} is frozen: none of its parameters requires a gradient, so no step trains anything "
+            "and nothing is held for a backward pass. Unfreeze what is to be trained first, such as "
+            "model.requires_grad_(True)."
+        )
     if routing not in ("balanced", "worst"):
         raise ModeError(f"routing = {routing!r} is not known. Expected 'balanced' or 'worst'.")
     _check_count("microbatches", microbatches)
@@ -81,8 +142,20 @@ def profile(
             f"the model is wrapped in {wrapper}, which cannot be run on fake tensors. Profile and plan what it wraps, "
             "model.module, and apply the plan before it is wrapped."
         )
-    found = find_blocks(model, blocks, scope)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _seen(
+    model: nn.Module,
+    found: Sequence[Block],
+    device: torch.device,
+    example: Any,
+    loss: Callable[[Any], Tensor] | None,
+    routing: str,
+    microbatches: int,
+    *,
+    fake: bool,
+) -> tuple[Profile, frozenset[str]]:
+    """Run one step. Return what was seen, without an optimizer, and the parameters that got no gradient."""
     facts: dict[str, Any] = {
         "fingerprint": fingerprint(model, found),
         "blocks": tuple(b.path for b in found),
@@ -91,24 +164,13 @@ def profile(
         "routing": "real",
         "microbatches": microbatches,
     }
-    state, transient = optimizer_bytes(
-        list(model.parameters()), optimizer, dtype=optimizer_dtype, together=device.type not in ("cpu", "meta")
-    )
-    trained = sorted(
-        {str(optimizer_dtype or p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
-    )
-    called = "none" if optimizer is None else f"{optimizer}, {' and '.join(trained) or 'nothing to train'}"
-
-    def finished(seen: Profile) -> Profile:
-        return sharded(with_optimizer(seen, called, state, transient), shard)
-
     if not fake:
         step = _Step(model, found, device, timed=True, accumulates=microbatches > 1)
         with Restored(model, example):
             step.run(example, loss)
         seen = step.profile(**facts)
         assert seen is not None
-        return finished(seen)
+        return seen, step.unused
     device = torch.device("cpu") if device.type == "meta" else device
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     example = fake_batch(example, mode, device)
@@ -136,7 +198,7 @@ def profile(
                 continue  # perhaps something misses what a skipped block would have left behind
             seen = step.profile(**{**facts, "routing": routing if assuming.assumed else "none"})
             if seen is not None:
-                return finished(seen)
+                return seen, step.unused
     raise AssertionError("a step without skipped blocks has a profile")
 
 
@@ -195,6 +257,9 @@ class _Step:
         """What each call that was run made, and the bytes of its arguments."""
         self._state = frozenset(storages_of([*model.parameters(), *model.buffers()]))
         self._gradients = 0
+        self.unused: frozenset[str] = frozenset()
+        """Names of the parameters outside the blocks that could get a gradient, and got none: an optimizer has no state
+        for them. Inside a block, the next batch may be routed otherwise."""
         self._templates: dict[Any, Template | None] = {}
         self._skipped: list[Skipped] = []
         self._identities = identities or {}
@@ -213,6 +278,12 @@ class _Step:
                 ledger.add_base(p.grad, "gradients")
         ledger.main.live_bytes += self._uncopied_bytes()
         ledger.begin()
+        used: set[int] = set()
+        hooks = [
+            p.register_post_accumulate_grad_hook(lambda p: used.add(id(p)))
+            for p in self._model.parameters()
+            if p.requires_grad
+        ]
         for queue in self._queues.values():
             self._wrap(queue)
         try:
@@ -230,8 +301,16 @@ class _Step:
                     "the original model. For the first, name the blocks that it calls: blocks='...'; for the second, "
                     "profile for real: fake=False."
                 )
+            inside = {id(p) for block in self._found for p in block.module.parameters()}
+            self.unused = frozenset(
+                name
+                for name, p in self._model.named_parameters()
+                if p.requires_grad and id(p) not in used and id(p) not in inside
+            )
             self._gradients = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
         finally:
+            for hook in hooks:
+                hook.remove()
             for block in self._found:
                 vars(block.module).pop("forward", None)
             for p, grad in before:
@@ -382,17 +461,36 @@ class _Marker:
 
 def loss_of(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     """Return the loss of a model's output."""
-    if loss is not None:
-        return loss(out)
-    value = getattr(out, "loss", None)
-    if value is None and isinstance(out, Tensor) and out.dim() == 0:
+    try:
+        value: Any = getattr(out, "loss", None) if loss is None else loss(out)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{error} It ran in loss=: if that ends in .item() or float(), return the tensor itself."
+        ) from error
+    if loss is None and value is None and isinstance(out, Tensor) and out.dim() == 0:
         value = out
-    if value is None:
+    if loss is None and value is None:
         kind = "Tensor" if isinstance(out, Tensor) else type(out).__name__
         how = 'out["loss"]' if isinstance(out, dict) and "loss" in out else "out.float().pow(2).mean()"
         raise ModeError(
             f"the model returned {kind}, which is neither a scalar nor has a .loss. Pass loss=, a function of the "
             f"output, such as loss=lambda out: {how}."
+        )
+    whose = "the .loss of the output" if loss is None else "what loss= returned"
+    if not isinstance(value, Tensor):
+        raise ModeError(
+            f"{whose} is a {type(value).__name__}, and a backward pass starts from a tensor. Return the tensor, "
+            "without .item() or float(), such as loss=lambda out: out.float().pow(2).mean()."
+        )
+    if value.numel() != 1:
+        raise ModeError(
+            f"{whose} has the shape {list(value.shape)}, and a backward pass starts from one number. Reduce it, "
+            "such as loss=lambda out: out.mean()."
+        )
+    if not value.requires_grad:
+        raise ModeError(
+            f"{whose} leads back to nothing that is trained: it was detached (.detach(), .data, torch.no_grad()), or "
+            "depends on no parameter that requires a gradient. Return the loss that you call .backward() on."
         )
     return value
 

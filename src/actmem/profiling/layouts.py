@@ -1,0 +1,90 @@
+"""Operators whose result lies otherwise on a CPU than torch says of fake tensors: other strides, or another storage.
+
+The shape that torch infers is right. Where the strides are not, a copy that a later `contiguous()` makes, or does not
+make, is missed, and the plan is one for other operators than those that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmem.torchcompat import suggested_format
+
+__all__ = ["LAYOUTS"]
+
+
+def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Give the result of a grouped product its shape: torch's own rule knows bfloat16 only."""
+    left, right = args[0], args[1]
+    offsets: Any = args[2] if len(args) > 2 else kwargs.get("offs")
+    if left.dtype is torch.bfloat16:
+        return func(*args, **kwargs)
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.dim() == 3 and right.dim() == 3:
+        groups: tuple[int, ...] = (left.shape[0],)
+    elif left.dim() == 2 and right.dim() == 2:
+        groups = (offsets.shape[0],)
+    else:
+        groups = ()
+    width = 16 // left.element_size()
+    padded = -(-columns // width) * width
+    strides = (rows * padded, padded, 1)[-2 - len(groups) :]
+    return left.new_empty_strided((*groups, rows, columns), strides)
+
+
+def _reduced(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Give a loss that is summed up the storage that it has on a CPU: torch computes it in place of all its terms."""
+    found = func(*args, **kwargs)
+    if found.dim() or found.device.type != "cpu":
+        return found
+    return args[0].new_empty(args[0].numel()).as_strided((), ())
+
+
+def _contiguous(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Lay the results out in order, however the arguments lie."""
+    found = func(*args, **kwargs)
+    if isinstance(found, Tensor):
+        return _laid(found, torch.contiguous_format)
+    return tuple(_laid(t, torch.contiguous_format) for t in found)
+
+
+def _as_suggested(index: int) -> Callable[[Any, Any, dict[str, Any]], Any]:
+    """Lay the first result out in order, or by channels if the argument at `index` lies so."""
+
+    def laid_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        found = func(*args, **kwargs)
+        wanted = suggested_format(args[index])
+        return _laid(found, wanted) if isinstance(found, Tensor) else (_laid(found[0], wanted), *found[1:])
+
+    return laid_out
+
+
+def _laid(tensor: Tensor, wanted: torch.memory_format) -> Tensor:
+    if tensor.device.type != "cpu" or tensor.is_contiguous(memory_format=wanted):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, memory_format=wanted)
+
+
+_BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
+_PADDINGS = tuple(f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (2, 3))
+_REDUCED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
+_IN_ORDER = (
+    "_log_softmax_backward_data",
+    "huber_loss_backward",
+    "log_sigmoid_forward",
+    "mse_loss_backward",
+    "smooth_l1_loss_backward",
+)
+
+LAYOUTS: dict[str, Callable[[Any, Any, dict[str, Any]], Any]] = {
+    "aten._grouped_mm": _grouped,
+    **{f"aten.{name}": _reduced for name in _REDUCED},
+    **{f"aten.{name}": _contiguous for name in _IN_ORDER},
+    **{f"aten.{name}": _as_suggested(0) for name in (*_BATCH_NORMS, *_PADDINGS, "max_unpool2d", "channel_shuffle")},
+    **{f"aten.{name}_backward": _as_suggested(1) for name in _PADDINGS},
+}
+"""Operator -> what runs it on fake tensors, so that the result lies as it does on a CPU."""
