@@ -308,7 +308,7 @@ def apply(
     if plan.predicted is not None:
         from actmem.planner import Guard
 
-        guard = Guard(plan, loss)
+        guard = Guard(model, plan, loss)
         undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
     return Applied(plan, found, tuple(scripts), compilation, offloader, undo)
 

@@ -182,6 +182,8 @@ class Predicted:
     """Over how many ranks parameters, gradients and optimizer state are divided."""
     routing: str = "none"
     """How many tokens an expert was taken to get: "balanced", "worst", "real", or "none" where nothing is routed."""
+    modules: str = ""
+    """A digest of the classes of the modules and of which parameters are trained; "" if it is not known."""
 
 
 @dataclass(frozen=True)

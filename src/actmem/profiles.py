@@ -113,6 +113,8 @@ class Profile:
     """
 
     fingerprint: str = ""
+    modules: str = ""
+    """A digest of the classes of the modules and of which parameters are trained."""
     blocks: tuple[str, ...] = ()
     """Paths of the blocks."""
     shapes: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import actmem
 from actmem.amounts import size
 from actmem.errors import BudgetError
+from actmem.planner import Guard
 from tests.planner.steps import DEVICE, Training, peaks, rows, stack, tokens, zoo
 
 
@@ -200,3 +201,90 @@ def test_another_dtype_is_looked_at_and_named() -> None:
     with actmem.apply(training.model, plan), pytest.raises(BudgetError) as caught:
         training.model(x=x.double(), labels=x.double())
     assert "here x float64 [256, 32] has another dtype than float32 [256, 32]" in str(caught.value)
+
+
+# -------------------------------------------------------------------- a model that is no longer the planned one
+
+
+class Wide(nn.Module):
+    """In the place of GELU: holds more, without a parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() * x.cos() * x.exp() * x.sigmoid()
+
+
+class Activated(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+
+
+def activated(batch: Any) -> tuple[Training, actmem.Plan]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), *[Activated() for _ in range(4)])
+    training = Training(model, batch, mean, blocks="1,2,3,4")
+    full, plain = peaks(training.profile())
+    return training, training.fit((full + plain) // 2)
+
+
+def widened(model: nn.Module) -> None:
+    for block in list(model.children())[1:]:
+        block[1] = Wide()  # type: ignore[operator]
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "double": (lambda m: m.double(), "its parameters are float64 instead of float32"),
+    "another module": (widened, "it has Wide in the place of GELU"),
+    "grown": (lambda m: m[4].append(nn.Linear(32, 32)), "10,560 parameters are trained instead of 9,504"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_was_changed_since_is_refused_with_what_changed_and_what_it_would_take(name: str) -> None:
+    change, message = CHANGES[name]
+    training, plan = activated(rows(256))
+    assert plan.predicted is not None
+    with actmem.apply(training.model, plan, loss=mean):
+        training.model(*training.batch)
+        change(training.model)
+        batch = tuple(x.to(next(training.model.parameters()).dtype) for x in training.batch)
+        now = actmem.profile(training.model, batch, loss=mean, optimizer=None, blocks=training.blocks)
+        peak = actmem.predict(now, plan, DEVICE).peak_bytes
+        with (
+            counting(training.model) as ran,
+            pytest.raises(BudgetError, match=f"not as it was planned for: .*{message}.*{size(peak)}"),
+        ):
+            training.model(*batch)
+        assert ran == []
+
+
+def test_parameters_that_are_trained_since_are_noticed() -> None:
+    torch.manual_seed(0)
+    model = stack(width=128)
+    for block in list(model)[:3]:  # type: ignore[call-overload]
+        block.requires_grad_(False)
+    training = Training(model, rows(4, 128), mean)
+    _, plain = peaks(training.profile())
+    plan = training.fit(plain)
+    with actmem.apply(model, plan, loss=mean):
+        model(*training.batch)
+        model.requires_grad_(True)
+        with pytest.raises(BudgetError, match="527,872 parameters are trained instead of 131,968"):
+            model(*training.batch)
+    # Before the plan is applied as well: it says what it was made for.
+    again = actmem.Plan.from_json(plan.to_json())
+    with actmem.apply(model, again, loss=mean), pytest.raises(BudgetError, match="other parameters of it are trained"):
+        model(*training.batch)
+
+
+def test_a_change_that_fits_all_the_same_trains_and_is_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, _ = activated(rows(256))
+    _, plain = peaks(training.profile())
+    plan = training.fit(4 * plain)
+    asked: list[int] = []
+    peak_of = Guard._peak
+    monkeypatch.setattr(Guard, "_peak", lambda *args, **rest: (asked.append(1), peak_of(*args, **rest))[1])
+    with actmem.apply(training.model, plan, loss=mean):
+        widened(training.model)
+        for _ in range(3):
+            training.model(*training.batch)
+    assert len(asked) == 1

@@ -293,6 +293,7 @@ def _predicted(
         microbatches=p.microbatches,
         shard=p.shard,
         routing=p.routing,
+        modules=p.modules,
     )
 
 

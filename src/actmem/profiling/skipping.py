@@ -8,14 +8,15 @@ is alive is known exactly on both sides of the gap, so it is known in it.
 
 In the fake copy of the model, equal blocks are one and the same module: the others need no copy.
 
-Equal means: same classes, parameters and plain attributes, but for numbers that count layers. A block is always run if
-something that it makes outlives it by another way than its outputs, if an output lies on an input, or if it is given
-or returns something else than tensors and plain values: then its run may change what follows.
+Equal means: the same classes and parameters, arguments of equal shapes, and the same wherever the block that was run
+looked at itself (NOTE [ Equal by what is read ] in `reading.py`). A block is always run if something that it makes
+outlives it by another way than its outputs, if an output lies on an input, or if it is given or returns something else
+than tensors and plain values: then its run may change what follows.
 """
 
 from __future__ import annotations
 
-import re
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -23,35 +24,29 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from actmem.engine.checksum import has_bytes
 from actmem.engine.trees import put_together, take_apart
 from actmem.measuring.ledger import storages_of
 from actmem.profiles import Entry, Layer, shifted
 from actmem.profiling.chronicle import Chronicle
-from actmem.torchcompat import named_modules
+from actmem.profiling.reading import Reads
+from actmem.torchcompat import without_dispatch_modes
 
-__all__ = ["Skipped", "Template", "expand", "identity", "signature", "skip"]
+__all__ = ["Skipped", "Template", "expand", "identity", "numbers_of", "signature", "skip"]
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-_COUNTS_LAYERS = re.compile(r"layer|idx|index|depth")
 
 
 def identity(block: nn.Module, kind: str) -> Any:
-    """Return what is equal for blocks that do the same."""
+    """Return what is equal for blocks that may do the same: only a run tells what of the rest matters."""
     found: list[Any] = [kind]
-    for path, module in named_modules(block):
-        types: Any = getattr(vars(module).get("config"), "layer_types", None)
-        index: Any = vars(module).get("layer_idx")
-        if isinstance(types, (list, tuple)) and isinstance(index, int) and 0 <= index < len(cast("list[Any]", types)):
-            found.append((path, types[index]))
-        for name, value in vars(module).items():
-            if isinstance(value, bool) or not (isinstance(value, int) and _COUNTS_LAYERS.search(name)):
-                if isinstance(value, _PLAIN):
-                    found.append((path, name, value))
-                elif isinstance(value, (tuple, list)) and all(isinstance(x, _PLAIN) for x in cast("list[Any]", value)):
-                    found.append((path, name, tuple(cast("list[Any]", value))))
-        found += [(path, n, None if b is None else (b.shape, b.dtype)) for n, b in vars(module)["_buffers"].items()]
-        found += [(path, n, p.requires_grad) for n, p in vars(module)["_parameters"].items() if p is not None]
-    return tuple(found)
+    for module in block.modules():
+        held = vars(module)
+        found.append(vars(type(module)).get("_actmem_original", type(module)))
+        found.append([(n, x) for n, x in held.items() if isinstance(x, _PLAIN) and type(x) is not int])
+        found += [None if b is None else (b.shape, b.dtype) for b in held["_buffers"].values()]
+        found += [p.requires_grad for p in held["_parameters"].values() if p is not None]
+    return repr(found)
 
 
 def signature(args: Any, kwargs: Any) -> Any:
@@ -65,29 +60,69 @@ def signature(args: Any, kwargs: Any) -> Any:
     for x in leaves:
         if isinstance(x, Tensor):
             same = numbers.setdefault(id(x.untyped_storage()), len(numbers))
-            seen.append((x.shape, x.stride(), x.dtype, x.requires_grad, same))
+            seen.append((x.shape, x.stride(), x.dtype, x.requires_grad, same, has_bytes(x)))
         else:
             seen.append(x)
     return repr(spec), repr(seen)
+
+
+class _Numbers:
+    """The numbers of a tensor that has some in a fake step: a mask, positions."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage, self._version = weakref.ref(tensor.untyped_storage()), tensor._version
+        with without_dispatch_modes():
+            self._copy = tensor.detach().clone()
+
+    def are(self, tensor: Tensor) -> bool:
+        """Tell whether another tensor of the same geometry has the same ones."""
+        if self._storage() is tensor.untyped_storage() and self._version == tensor._version:
+            return True
+        with without_dispatch_modes():
+            return torch.equal(self._copy, tensor.detach())
+
+
+def _real(args: Any, kwargs: Any) -> list[Tensor]:
+    leaves: list[Any] = []
+    take_apart((args, kwargs), leaves)
+    return [x for x in leaves if isinstance(x, Tensor) and has_bytes(x)]
+
+
+def numbers_of(args: Any, kwargs: Any) -> list[_Numbers]:
+    """Note the numbers of those arguments that have some."""
+    return [_Numbers(x) for x in _real(args, kwargs)]
 
 
 class Template:
     """A call that was run, and stands for its like."""
 
     def __init__(
-        self, layer: int, args: Any, kwargs: Any, out: Any, alive: Iterable[int], chronicle: Chronicle
+        self,
+        layer: int,
+        block: nn.Module,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        *,
+        reads: Reads,
+        numbers: list[_Numbers],
+        alive: Iterable[int],
+        chronicle: Chronicle,
     ) -> None:
         """Note what a call was given and what it gave.
 
         Args:
             layer: number of the call.
+            block: the block of the model itself.
             args: its arguments.
             kwargs: the same, by name.
             out: its result.
+            reads: what it read of itself.
+            numbers: those of its arguments, as `numbers_of` noted them before the call.
             alive: storages that it made and that were alive when it ended.
             chronicle: the log.
         """
-        self.layer = layer
+        self.layer, self._block, self._reads, self._given = layer, block, reads, numbers
         self.inputs = _numbers(args, kwargs, chronicle)
         leaves: list[Any] = []
         self._spec = take_apart(out, leaves)
@@ -95,6 +130,29 @@ class Template:
         self.outputs = _numbers(out, None, chronicle)
         plain = all(isinstance(x, (Tensor, *_PLAIN)) for x in leaves)
         self.usable = plain and set(alive) <= set(self.outputs) and not set(self.outputs) & set(self.inputs)
+
+    @property
+    def changes(self) -> bool:
+        """Whether the call changed something that it read of its block."""
+        return self._reads.changed
+
+    def stands_for(self, block: nn.Module, args: Any, kwargs: Any, *, copied: nn.Module | None, again: bool) -> bool:
+        """Tell whether a call with arguments of the same shapes would do what this one did.
+
+        Args:
+            block: the block of the model itself.
+            args: its arguments.
+            kwargs: the same, by name.
+            copied: what would be run, if it is a copy for this block alone.
+            again: the block was called before in this step.
+        """
+        if not self.usable or (again and self.changes):
+            return False
+        if not all(mine.are(x) for mine, x in zip(self._given, _real(args, kwargs), strict=True)):
+            return False
+        if copied is not None and not self._reads.unchanged(copied, block):
+            return False
+        return self._reads.hold_for(self._block, block)
 
     def outputs_like(self, given: list[Tensor], chronicle: Chronicle) -> Any:
         """Return what a like call would return, with a history that leads back to its arguments."""

@@ -20,10 +20,11 @@ from actmem.profiling.chronicle import Chronicle
 from actmem.profiling.faking import Assuming, fake_batch, fake_copy
 from actmem.profiling.optimizing import optimizer_bytes
 from actmem.profiling.phantom import Recorded, record
+from actmem.profiling.reading import Reads, noted
 from actmem.profiling.restoring import Restored
 from actmem.profiling.sharding import sharded, with_optimizer, without_gradients
-from actmem.profiling.skipping import Skipped, Template, expand, identity, signature, skip
-from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
+from actmem.profiling.skipping import Skipped, Template, expand, identity, numbers_of, signature, skip
+from actmem.structure import Block, check_module, condition_digest, find_blocks, find_roles, fingerprint, layer_type
 from actmem.torchcompat import FakeTensorMode, named_modules
 
 __all__ = ["loss_of", "profile", "profiles", "shapes_of"]
@@ -158,6 +159,7 @@ def _seen(
     """Run one step. Return what was seen, without an optimizer, and the parameters that got no gradient."""
     facts: dict[str, Any] = {
         "fingerprint": fingerprint(model, found),
+        "modules": condition_digest(model),
         "blocks": tuple(b.path for b in found),
         "shapes": shapes_of(example),
         "fake": fake,
@@ -214,7 +216,7 @@ def _same(found: Sequence[Block], identities: Sequence[Any]) -> list[tuple[nn.Mo
 
 
 class _NotAloneError(RuntimeError):
-    """A block that stands for others would have to be run more than once."""
+    """A block would have to be run for which another one has stood until now."""
 
 
 class _Step:
@@ -260,8 +262,10 @@ class _Step:
         self.unused: frozenset[str] = frozenset()
         """Names of the parameters outside the blocks that could get a gradient, and got none: an optimizer has no state
         for them. Inside a block, the next batch may be routed otherwise."""
-        self._templates: dict[Any, Template | None] = {}
+        self._templates: dict[Any, list[Template]] = {}
         self._skipped: list[Skipped] = []
+        self._stale: set[str] = set()
+        """Blocks that would have changed something in themselves if they had been run."""
         self._identities = identities or {}
 
     def run(self, example: Any, loss: Callable[[Any], Tensor] | None) -> None:
@@ -279,8 +283,12 @@ class _Step:
         ledger.main.live_bytes += self._uncopied_bytes()
         ledger.begin()
         used: set[int] = set()
-        hooks = [
-            p.register_post_accumulate_grad_hook(lambda p: used.add(id(p)))
+
+        def use(p: Tensor) -> None:
+            used.add(id(p))
+
+        hooks: list[Any] = [
+            p.register_post_accumulate_grad_hook(use)  # pyright: ignore[reportUnknownMemberType]
             for p in self._model.parameters()
             if p.requires_grad
         ]
@@ -354,19 +362,37 @@ class _Step:
             self._blocks.append(block)
             given = next((t for t in tensors(args, kwargs) if t.requires_grad and t.grad_fn is not None), None)
             key = self._key(block, args, kwargs) if given is not None else None
-            template = self._templates.get(key) if key is not None else None
+            template = None if key is None else self._template(block, key, args, kwargs, again=nth >= len(queue))
             self._note("enter", layer)
-            if template is not None and template.usable:
+            if template is not None:
                 out, skipped = skip(layer, template, args, kwargs, self._chronicle)
                 self._skipped.append(skipped)
-            else:
-                if nth and len(queue) > 1:
-                    raise _NotAloneError
+                if template.changes:
+                    self._stale.add(block.path)
+            elif block.path in self._stale or (nth and len(queue) > 1):
+                raise _NotAloneError
+            elif key is None:
                 out = self._run_block(block, plain, layer, args, kwargs)
-                if key is not None and key not in self._templates:
-                    made = {v.storage for v in self._calls[layer][1] if v.kind == "made"}
-                    dead = {e[1] for e in self._chronicle.log if e[0] == "die"}
-                    self._templates[key] = Template(layer, args, kwargs, out, made - dead, self._chronicle)
+            else:
+                numbers, begin = numbers_of(args, kwargs), len(self._chronicle.log)
+                with noted(reads := Reads(module)):
+                    out = self._run_block(block, plain, layer, args, kwargs)
+                reads.close()
+                made = {v.storage for v in self._calls[layer][1] if v.kind == "made"}
+                dead = {e[1] for e in self._chronicle.log[begin:] if e[0] == "die"}
+                self._templates.setdefault(key, []).append(
+                    Template(
+                        layer,
+                        self._original.get_submodule(block.path),
+                        args,
+                        kwargs,
+                        out,
+                        reads=reads,
+                        numbers=numbers,
+                        alive=made - dead,
+                        chronicle=self._chronicle,
+                    )
+                )
             self._note("leave", layer)
             if key is not None and given is not None:
                 first = next((t for t in tensors(out) if t.requires_grad), None)
@@ -376,6 +402,15 @@ class _Step:
             return out
 
         vars(module)["forward"] = forward
+
+    def _template(self, block: Block, key: Any, args: Any, kwargs: Any, *, again: bool) -> Template | None:
+        """Find a call that stands for this one."""
+        original = self._original.get_submodule(block.path)
+        copied = block.module if len(self._queues[id(block.module)]) == 1 else None
+        for template in self._templates.get(key, ()):
+            if template.stands_for(original, args, kwargs, copied=copied, again=again):
+                return template
+        return None
 
     def _key(self, block: Block, args: Any, kwargs: Any) -> Any:
         known = self._identities.get(block.path)

@@ -63,6 +63,16 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def is_wrapper_of(module: nn.Module) -> bool:
+    """Tell whether a module only wraps another one.
+
+    >>> is_wrapper_of(nn.DataParallel(nn.Linear(2, 2))), is_wrapper_of(nn.Linear(2, 2))
+    (True, False)
+    """
+    children = vars(module)["_modules"]
+    return not _WRAPPED_CHILDREN.isdisjoint(children) or ("module" in children and _is_wrapped_child(module, "module"))
+
+
 def kind_of(module: nn.Module) -> str:
     """Name the structure of a block: equal for two blocks with equal submodules and equal parameters.
 
