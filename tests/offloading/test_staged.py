@@ -280,14 +280,12 @@ class GatedStore:
 class Rig:
     """A staged lane with all that it stands on."""
 
-    def __init__(
-        self, directory: Path, *, seconds: float = PATIENCE_SECONDS, seed: int = 0, bound: int | None = None
-    ) -> None:
+    def __init__(self, directory: Path, *, seed: int = 0, bound: int | None = None) -> None:
         self.device = LockedDevice(seed)
         self.disk = DiskStore(directory)
         self.store: Any = GatedStore(self.disk)
         self.staging = HostStore(pin=False)
-        self.threads = ThreadLane(timeout_seconds=seconds)
+        self.threads = ThreadLane(timeout_seconds=PATIENCE_SECONDS)
         self.lane = StagedLane(AcceleratorLane(self.device), self.threads, self.staging, in_flight_bytes=bound)
 
     def made(self, value: int, num_bytes: int = 640) -> Tensor:
@@ -469,20 +467,24 @@ def test_bytes_that_changed_on_the_disk_never_reach_the_device(tmp_path: Path) -
 
 @pytest.mark.parametrize("direction", ["write", "read"])
 def test_host_memory_stays_taken_until_a_disk_that_hangs_has_let_go_of_it(tmp_path: Path, direction: str) -> None:
-    with rig(tmp_path, seconds=0.2) as one:
+    with rig(tmp_path) as one:
         if direction == "read":
             one.store.may_write.set()
-        slot, copy = one.sent(1)
-        if direction == "read":
+            slot, copy = one.sent(1)
             copy.wait()
+            one.threads._timeout_seconds = 0.2  # from here on: a write that ends may take its time
             copy = one.lane.back(one.store, slot, one.device.allocate(640))
+        else:
+            one.threads._timeout_seconds = 0.2
+            _, copy = one.sent(1)
         with pytest.raises(OffloadError, match=r"a copy of 640 bytes .* the store did not end within"):
             copy.wait()
         assert not copy.done()
         del copy
         assert one.staging.used_bytes == 640, "a write or read may still be under way"
+        one.threads._timeout_seconds = PATIENCE_SECONDS
         one.store.open()
-        eventually(lambda: not one.staging.used_bytes)
+        assert eventually(lambda: not one.staging.used_bytes)
         one.lane.settle()
         assert one.staging.used_bytes == 0
 

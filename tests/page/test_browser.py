@@ -14,6 +14,7 @@ from actmem.amounts import size
 from actmem.page import write_page
 from actmem.page.data import MeasuredRow, PageData
 from tests.page.conftest import Case
+from tests.patience import PATIENCE_SECONDS
 
 CHROMIUM = Path("/usr/bin/chromium")
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no Chromium at {CHROMIUM}")
@@ -22,7 +23,9 @@ pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no Chro
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        opened = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=1000 * PATIENCE_SECONDS
+        )
         yield opened
         opened.close()
 
@@ -32,6 +35,7 @@ class Opened:
 
     def __init__(self, browser: Browser, path: Path, **options: Any) -> None:
         self.context = browser.new_context(**{"viewport": {"width": 1200, "height": 850}, **options})
+        self.context.set_default_timeout(1000 * PATIENCE_SECONDS)
         self.page: Page = self.context.new_page()
         self.requests: list[str] = []
         self.complaints: list[str] = []
