@@ -1,5 +1,7 @@
 """A user of NeMo Automodel's activation checkpointing changes an import: names, data and side effects are the same."""
 
+import contextlib
+import functools
 import importlib.util
 import logging
 from types import SimpleNamespace
@@ -7,18 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from actmem import ApplyError, ModeError
+from actmem import ApplyError, ModeError, Rule
 from actmem.compat import nemo
 from tests.compat.training import REQUIRED, assert_trains_the_same, gradients, layers_of, parameters_of
 from tests.zoo import ZOO
 
 aten = torch.ops.aten
 ANY = ("any", REQUIRED)
+OURS = ("keyword", "recompute")
 # As read in NeMo Automodel.
 UPSTREAM: dict[str, dict[str, Any]] = {
     "apply_selective_checkpointing_to_layers": {
@@ -26,9 +31,28 @@ UPSTREAM: dict[str, dict[str, Any]] = {
         "layers": ANY,
         "has_kv_sharing": ANY,
         "enable_compile": ("keyword", False),
+        "collectives": OURS,
     },
-    "apply_full_layer_checkpointing_to_layers": {"model": ANY, "layers": ANY},
-    "apply_submodule_checkpointing": {"layers": ANY, "has_kv_sharing": ANY, "context_fn": ("keyword", None)},
+    "apply_selective_activation_checkpointing": {
+        "model": ANY,
+        "enable_compile": ("keyword", False),
+        "activation_checkpointing_scope": ("keyword", "all"),
+        "collectives": OURS,
+    },
+    "apply_full_layer_checkpointing_to_layers": {"model": ANY, "layers": ANY, "collectives": OURS},
+    "apply_submodule_checkpointing": {
+        "layers": ANY,
+        "has_kv_sharing": ANY,
+        "context_fn": ("keyword", nemo.sdpa_backend_snapshot_context_fn),
+        "collectives": OURS,
+    },
+    "sdpa_backend_snapshot_context_fn": {},
+    "transformer_engine_attention_backend_snapshot_context_fn": {"context_fn": ("any", None)},
+    "ignore_sac_ops": {"ops": ANY},
+    "ensure_fsdp_ops_sac_ignored": {},
+    "ensure_profiler_ops_sac_ignored": {},
+    "normalize_activation_checkpointing_scope": {"value": ANY},
+    "_ffpa_forward_ops": {},
     "detect_kv_sharing_and_maybe_disable_cache": {"model": ANY},
     "is_selective_activation_checkpointing": {"activation_checkpointing": ANY},
     "make_selective_checkpoint_context_fn": {},
@@ -46,7 +70,7 @@ UPSTREAM: dict[str, dict[str, Any]] = {
     },
     "_replace_child_module": {"root": ANY, "target": ANY, "replacement": ANY},
     "_resolve_op_attr": {"root": ANY, "dotted_path": ANY},
-    "_resolve_torch_op": {"namespace": ANY, "name": ANY, "overload": ("any", "default")},
+    "_resolve_torch_op": {"dotted_path": ANY, "name": ("any", None), "overload": ("any", "default")},
 }
 
 
@@ -135,16 +159,94 @@ def test_only_the_layers_of_the_list_are_changed() -> None:
     assert nemo.apply_full_layer_checkpointing_to_layers(model, layers).plan is applied.plan
 
 
-def test_other_layers_of_the_same_model_are_refused_not_taken_for_the_same_call() -> None:
+def test_other_layers_of_the_same_model_are_added() -> None:
+    def change(model: nn.Module) -> Any:
+        layers = layers_of(model)
+        first = nemo.apply_full_layer_checkpointing_to_layers(model, layers[1:2])
+        second = selective_of(model, [layers[2], layers[0]])
+        assert first is not None and first.plan is second.plan
+        return first
+
+    applied = assert_trains_the_same(ZOO["llama"], change)
+    assert applied.plan.blocks == tuple(f"model.layers.{i}" for i in range(3))
+    assert applied.plan.rules[-3:] == (
+        Rule("recompute", layers="1"),
+        Rule("recompute", layers="0,2"),
+        Rule("save"),
+    )
+    decided = {path: {row.decision for row in b.rows} for b in applied.trace().blocks for path in b.paths}
+    assert decided["model.layers.1"] == {"recompute"}
+    assert decided["model.layers.0"] == decided["model.layers.2"] == {"save", "recompute"}
+
+
+def test_what_is_added_holds_what_one_call_each_would_hold() -> None:
+    case, ways = ZOO["llama"], []
+    for parts in ([[0, 1, 2]], [[0], [2], [1]]):
+        model = case.build()
+        layers = layers_of(model)
+        for part in parts:
+            applied = selective_of(model, [layers[i] for i in part])
+        gradients(case, model)
+        ways.append(applied.report().saved_bytes)
+    assert ways[0] == ways[1] > 0
+
+
+def test_handles_of_earlier_calls_stand_for_the_whole_plan_and_remove_it() -> None:
     model = ZOO["llama"].build()
-    nemo.apply_full_layer_checkpointing_to_layers(model, layers_of(model)[1:])
+    plain, layers = [type(m) for m in model.modules()], layers_of(model)
+    first = nemo.apply_full_layer_checkpointing_to_layers(model, layers[:1])
+    nemo.apply_full_layer_checkpointing_to_layers(model, layers[1:])
+    again = nemo.apply_full_layer_checkpointing_to_layers(model, layers[:1])
+    assert first is not None and again is not None and again.plan is first.plan and len(first.plan.blocks) == 3
+    gradients(ZOO["llama"], model)
+    assert first.report().recomputed_bytes == again.report().recomputed_bytes > 0
+    first.remove()
+    assert [type(m) for m in model.modules()] == plain
+    again.remove()
+    assert [type(m) for m in model.modules()] == plain
+    assert selective(model) is not None
+
+
+def test_a_call_that_contradicts_an_earlier_one_is_refused_and_changes_nothing() -> None:
+    model = ZOO["llama"].build()
+    layers = layers_of(model)
+    first = nemo.apply_full_layer_checkpointing_to_layers(model, layers[1:])
+    assert first is not None
     with pytest.raises(ApplyError, match="applied to this model already"):
-        nemo.apply_full_layer_checkpointing_to_layers(model, layers_of(model)[:1])
+        selective_of(model, layers)
+    assert first.plan.blocks == ("model.layers.1", "model.layers.2")
+    gradients(ZOO["llama"], model)
+    assert first.report().recomputed_bytes > 0
 
 
-def test_an_empty_list_is_refused() -> None:
-    with pytest.raises(ApplyError, match="layers is empty"):
-        selective_of(ZOO["llama"].build(), [])
+def test_an_addition_that_cannot_be_applied_leaves_what_was_applied() -> None:
+    model: Any = ZOO["llama"].build()
+    layers = layers_of(model)
+    first = nemo.apply_full_layer_checkpointing_to_layers(model, layers[1:])
+    assert first is not None
+    layers[0].forward = layers[0].forward  # as accelerate's hooks do, which hide the class's own
+    with pytest.raises(ApplyError, match="has a forward of its own"):
+        nemo.apply_full_layer_checkpointing_to_layers(model, layers[:1])
+    del layers[0].forward
+    gradients(ZOO["llama"], model)
+    assert first.plan.blocks == ("model.layers.1", "model.layers.2") and first.report().recomputed_bytes > 0
+
+
+def test_sub_modules_of_a_layer_and_whole_other_layers_are_one_plan() -> None:
+    def change(model: nn.Module) -> Any:
+        layers = layers_of(model)
+        (parts,) = nemo.apply_submodule_checkpointing(layers[:1], False)
+        whole = nemo.apply_full_layer_checkpointing_to_layers(model, layers[1:])
+        assert whole is not None and whole.plan is parts.plan
+        return whole
+
+    applied = assert_trains_the_same(ZOO["llama"], change)
+    assert applied.plan.rules[0] == Rule("recompute", layers="0", module="model.layers.0.mlp")
+    assert applied.report().recomputed_bytes > 0
+
+
+def test_an_empty_list_changes_nothing() -> None:
+    assert selective_of(ZOO["llama"].build(), []) is None
 
 
 def selective_of(model: nn.Module, layers: list[nn.Module]) -> Any:
@@ -188,11 +290,87 @@ def test_a_layer_of_another_model_is_refused() -> None:
         nemo.apply_selective_checkpointing_to_layers(model, layers, False)
 
 
-def test_sub_modules_that_are_not_there_and_contexts_are_refused() -> None:
-    with pytest.raises(ModeError, match="has no sub-module of these names"):
-        nemo.apply_submodule_checkpointing([nn.Linear(2, 2)], False)
+def test_a_layer_without_parts_of_a_known_name_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    model = ZOO["llama"].build()
+    layers = [nn.Linear(2, 2), layers_of(model)[0]]
+    (applied,) = nemo.apply_submodule_checkpointing(layers, False)
+    assert type(layers[0]) is nn.Linear and applied.plan.rules[0].module == "mlp"
+    assert "Linear has no part of a known name" in caplog.text
+
+
+class Aliased(nn.Module):
+    """Feed-forward and attention are two names of one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = nn.Linear(4, 4)
+
+    mlp = property(lambda self: self.mixer)
+    self_attn = property(lambda self: self.mixer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixer(x).sin()
+
+
+def test_two_names_of_one_module_are_one_part() -> None:
+    (applied,) = nemo.apply_submodule_checkpointing([layer := Aliased()], False)
+    assert [rule.module for rule in applied.plan.rules] == ["mixer", None]
+    assert list(layer.state_dict()) == ["mixer.weight", "mixer.bias"]
+
+
+def test_snapshots_are_accepted_and_other_contexts_are_refused() -> None:
+    both = functools.partial(
+        nemo.transformer_engine_attention_backend_snapshot_context_fn, nemo.sdpa_backend_snapshot_context_fn
+    )
+    for context_fn in (None, nemo.sdpa_backend_snapshot_context_fn, both):
+        assert nemo.apply_submodule_checkpointing([], False, context_fn=context_fn) == []
     with pytest.raises(ModeError, match="no code runs twice"):
         nemo.apply_submodule_checkpointing([], False, context_fn=nemo.make_selective_checkpoint_context_fn())
+
+
+def test_attention_is_replayed_by_the_back_end_of_the_forward_pass() -> None:
+    model = ZOO["torchtitan_like"].build()
+    nemo.apply_submodule_checkpointing(layers_of(model), False)
+    expected = ZOO["torchtitan_like"].build()
+    for one in (model, expected):
+        for _ in range(2):
+            one.zero_grad()
+            with sdpa_kernel([SDPBackend.MATH]):
+                loss = ZOO["torchtitan_like"].step(one, ZOO["torchtitan_like"].batch(one))
+            loss.backward()
+    for want, got in zip(expected.parameters(), model.parameters(), strict=True):
+        assert want.grad is not None and got.grad is not None and torch.equal(want.grad, got.grad)
+
+
+@pytest.mark.parametrize(
+    ("scope", "blocks"),
+    [
+        ("all", {"language_model", "vision_tower"}),
+        (None, {"language_model", "vision_tower"}),
+        ("language", {"language_model"}),
+        (["vision"], {"vision_tower"}),
+        ("Multimodal", {"vision_tower"}),
+    ],
+)
+def test_a_scope_says_whose_layers_are_meant(scope: Any, blocks: set[str]) -> None:
+    model = ZOO["vision_language"].build()
+    applied = nemo.apply_selective_activation_checkpointing(model, activation_checkpointing_scope=scope)
+    assert applied is not None
+    assert {path.split(".")[1] for path in applied.plan.blocks} == blocks
+
+
+def test_frozen_layers_are_left_out_of_a_scope() -> None:
+    model: Any = ZOO["vision_language"].build()
+    model.model.vision_tower.requires_grad_(False)
+    applied = nemo.apply_selective_activation_checkpointing(model)
+    assert applied is not None and not any("vision" in path for path in applied.plan.blocks)
+    assert nemo.apply_selective_activation_checkpointing(model, activation_checkpointing_scope="vision") is None
+
+
+@pytest.mark.parametrize("scope", ["visoin", ["all", "vision"], 3, [3]])
+def test_a_scope_that_nemo_refuses_is_refused(scope: Any) -> None:
+    with pytest.raises(ValueError, match="activation_checkpointing_scope"):
+        nemo.normalize_activation_checkpointing_scope(scope)
 
 
 # ---------------------------------------------------------------- configs
@@ -239,6 +417,10 @@ def test_a_model_without_config_shares_nothing() -> None:
 def test_operators_of_back_ends_that_are_not_installed_are_left_out() -> None:
     assert nemo._resolve_op_attr(torch.ops, "deepep.dispatch.default") is None
     assert nemo._resolve_torch_op("aten", "no_such_operator") is None
+    assert nemo._resolve_torch_op("aten.mm") is nemo._resolve_torch_op("aten", "mm") is aten.mm.default
+    assert nemo._resolve_torch_op("aten.cat.out") is aten.cat.out
+    assert nemo._resolve_torch_op("no_such.operator") is None
+    assert nemo._ffpa_forward_ops() == ()
     assert nemo._existing_ops(aten.mm.default, None) == {aten.mm.default}
     assert None not in nemo._build_selective_ac_save_ops()
 
@@ -250,6 +432,78 @@ def test_operators_of_back_ends_that_are_installed_are_saved() -> None:
         assert torch.ops.hybridep.dispatch.default in nemo._build_selective_ac_save_ops()
     finally:
         library._destroy()
+
+
+def test_operators_that_must_be_imported_first_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nemo, "_ffpa_forward_ops", lambda: (aten.sin.default,))
+    assert aten.sin.default in nemo._build_selective_ac_save_ops()
+
+
+def test_a_torch_without_the_switch_for_graphs_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "_set_lru_cache")
+    nemo._disable_dynamo_lru_cache()
+
+
+@pytest.fixture
+def ignored(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    """What torch's selective checkpointing leaves out of its count, for this test alone."""
+    own: set[Any] = set(torch.utils.checkpoint.SAC_IGNORED_OPS)
+    monkeypatch.setattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", own)
+    return own
+
+
+def test_operators_are_left_out_of_torchs_count(ignored: set[Any]) -> None:
+    nemo.ignore_sac_ops([aten.sin.default, None])
+    assert aten.sin.default in ignored and None not in ignored
+    nemo.ensure_profiler_ops_sac_ignored()
+    assert torch.ops.profiler._record_function_enter_new.default in ignored
+    nemo.ensure_fsdp_ops_sac_ignored()
+    assert {torch.ops.fsdp.all_gather_copy_in.default, aten.cat.out, aten.split.Tensor} <= ignored
+
+
+def test_making_a_policy_leaves_profiler_and_fsdp_out_of_torchs_count(ignored: set[Any]) -> None:
+    nemo.make_selective_checkpoint_context_fn()
+    assert torch.ops.profiler._record_function_enter_new.default in ignored
+    assert torch.ops.fsdp.copy_.default in ignored
+
+
+def test_a_snapshot_brings_the_back_ends_and_the_function_of_attention_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+    usual = F.scaled_dot_product_attention
+    with sdpa_kernel([SDPBackend.MATH]):
+        first, second = nemo.sdpa_backend_snapshot_context_fn()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", other)
+    with first:
+        assert F.scaled_dot_product_attention is other
+    before = torch.backends.cuda.flash_sdp_enabled()
+    with second:
+        assert F.scaled_dot_product_attention is usual
+        assert torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
+    assert F.scaled_dot_product_attention is other and torch.backends.cuda.flash_sdp_enabled() is before
+
+
+def test_a_snapshot_brings_transformer_engines_choice_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nemo._get_transformer_engine_attention_backend_cache() is None  # not installed here
+    cache: dict[str, Any] = {"backend": "flash"}
+    monkeypatch.setattr(nemo, "_get_transformer_engine_attention_backend_cache", lambda: cache)
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def inner() -> Any:
+        entered.append(cache["backend"])
+        yield
+
+    _, second = nemo.transformer_engine_attention_backend_snapshot_context_fn(lambda: (inner(), inner()))
+    cache.update(backend="fused", more=1)
+    with second:
+        assert cache == {"backend": "flash"}
+    assert cache == {"backend": "fused", "more": 1} and entered == ["flash"]
+    monkeypatch.setattr(nemo, "_get_transformer_engine_attention_backend_cache", lambda: None)
+    first, second = nemo.transformer_engine_attention_backend_snapshot_context_fn()
+    with first, second:
+        pass
 
 
 def test_copies_to_the_host_are_told_from_others() -> None:
@@ -327,10 +581,10 @@ def traced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     monkeypatch.setattr(nemo, "_SELECTIVE_AC_TRACE", True)
     nemo._SELECTIVE_AC_TRACE_SEEN.clear()
     decisions = logging.getLogger("actmem.decisions")
-    level, handlers = decisions.level, list(decisions.handlers)
+    level, filters = decisions.level, list(decisions.filters)
     with caplog.at_level(logging.INFO, logger=nemo.logger.name):
         yield caplog
-    decisions.handlers[:] = handlers
+    decisions.filters[:] = filters
     decisions.setLevel(level)
     nemo._SELECTIVE_AC_TRACE_SEEN.clear()
 
@@ -344,6 +598,29 @@ def test_the_trace_says_each_operators_decision_once(traced: pytest.LogCaptureFi
     assert "[selective-ac] aten.mm.default -> ALTERNATE (every second is saved)" in lines
     assert "[selective-ac] aten.silu.default -> RECOMPUTE" in lines
     assert any("attention" in line and line.endswith("SAVE") for line in lines)
+    assert not [record for record in traced.records if record.name == "actmem.decisions"], "each decision is one line"
+
+
+class SortingLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.detach().sum(-1).sort().indices
+        return self.linear(x[order]).sin() * torch.bincount(order, minlength=len(x))[:, None]
+
+
+def test_the_trace_says_that_routing_is_never_replayed(traced: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(SortingLayer(), SortingLayer())
+    selective_of(model, list(model))
+    model(torch.randn(3, 4)).sum().backward()
+    lines = [record.getMessage() for record in traced.records if record.name == nemo.logger.name]
+    verdicts = dict(line.removeprefix("[selective-ac] ").split(" -> ") for line in lines)
+    assert len(verdicts) == len(lines)
+    assert verdicts["aten.sort.default"] == "SAVE where needed (never replayed)"
+    assert verdicts["aten.bincount.default"] == "RECOMPUTE"  # which gives the same bits on a CPU
+    assert "[selective-ac] aten.sin.default -> RECOMPUTE" in lines
 
 
 def test_the_trace_speaks_of_the_forward_pass_only_and_only_when_on(

@@ -1,13 +1,17 @@
 """A user of prime-rl's targets changes an import, and gets the same words with the same meaning."""
 
+import copy
 import gc
+import warnings
 import weakref
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import actmem
-from actmem import ApplyError, Full, ModeError, Rule, SaveEverything
+from actmem import Full, ModeError, Rule, SaveEverything
 from actmem.compat import prime_rl
 from actmem.compat.prime_rl import (
     ActivationCheckpointConfig,
@@ -19,11 +23,19 @@ from actmem.compat.prime_rl import (
 from tests.compat.training import REQUIRED, assert_trains_the_same, gradients, layers_of, parameters_of
 from tests.zoo import ZOO
 
+OURS = ("keyword", "recompute")
 # As read in prime-rl; the config's fields are those of its pydantic model.
 UPSTREAM = {
-    "apply_ac": {"model": ("any", REQUIRED), "ac_config": ("any", REQUIRED)},
+    "apply_ac": {"model": ("any", REQUIRED), "ac_config": ("any", REQUIRED), "collectives": OURS},
     "get_supported_targets": {"layer": ("any", REQUIRED)},
-    "set_selective_activation_checkpointing": {"layer": ("any", REQUIRED), "targets": ("any", REQUIRED)},
+    "set_selective_activation_checkpointing": {
+        "layer": ("any", REQUIRED),
+        "targets": ("any", REQUIRED),
+        "collectives": OURS,
+    },
+    "get_activation_checkpoint_wrapper": {"config": ("any", REQUIRED)},
+    "maybe_activation_offloading": {"config": ("any", REQUIRED), "model": ("any", None)},
+    "ActivationOffloadingConfig": {"pin_memory": ("any", True), "max_inflight_activations": ("any", 5)},
     "supports_selective_activation_checkpointing": {"layer": ("any", REQUIRED)},
 }
 SUPPORTED = {
@@ -145,7 +157,7 @@ def test_a_target_that_this_layer_has_not_is_passed_over() -> None:
     assert type(layer) is kind
 
 
-def test_the_same_call_again_does_nothing_and_another_is_refused() -> None:
+def test_the_same_call_again_does_nothing() -> None:
     layer = layers_of(ZOO["llama"].build())[0]
     plain = type(layer)
     first = set_selective_activation_checkpointing(layer, ["norm"])
@@ -153,10 +165,137 @@ def test_the_same_call_again_does_nothing_and_another_is_refused() -> None:
     again = set_selective_activation_checkpointing(layer, ["norm", "norm"])
     assert first is not None and again is not None
     assert type(layer) is applied is not plain and again.plan is first.plan
-    with pytest.raises(ApplyError):
-        set_selective_activation_checkpointing(layer, ["mlp"])
     again.remove()
     assert type(layer) is plain
+
+
+def test_other_targets_are_added_in_a_second_call() -> None:
+    def saved(model: Any, *calls: list[str]) -> int:
+        for targets in calls:
+            handles = [set_selective_activation_checkpointing(layer, targets) for layer in layers_of(model)]
+        gradients(ZOO["llama"], model)
+        return sum(applied.report().saved_bytes for applied in handles if applied is not None)
+
+    both = saved(ZOO["llama"].build(), ["norm", "mlp"])
+    assert (
+        saved(ZOO["llama"].build(), ["norm"], ["mlp"]) == saved(ZOO["llama"].build(), ["mlp", "norm"], ["norm"]) == both
+    )
+    assert both < saved(ZOO["llama"].build(), ["norm"])
+
+
+def test_targets_are_added_to_one_layer_of_a_model_that_has_some() -> None:
+    def change(model: Any) -> Any:
+        first = apply_ac(model, selective("norm"))
+        set_selective_activation_checkpointing(layers_of(model)[1], ["mlp"])
+        return first
+
+    applied = assert_trains_the_same(ZOO["llama"], change)
+    assert applied.plan.rules == (
+        Rule("recompute", target="norm"),
+        Rule("recompute", layers="1", target="mlp"),
+        Rule("save"),
+    )
+
+
+class Toy(nn.Module):
+    """A layer without parameters, as prime-rl's own tests have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mamba = Mamba()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mamba(x)
+
+
+class Mamba(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp().sin()
+
+
+def test_a_layer_without_parameters_is_done_too() -> None:
+    layer, x = Toy(), torch.ones(3, requires_grad=True)
+    assert get_supported_targets(layer) == {"linear_attn"}
+    applied = set_selective_activation_checkpointing(layer, ["linear_attn"])
+    assert applied is not None
+    layer(x).sum().backward()
+    assert x.grad is not None and applied.report().recomputed_bytes == x.nbytes
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).exp().sin()
+
+
+class Half(nn.Module):
+    """Layers of which every second has no part that has a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), Bare()] * 2
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for layer in layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_layer_without_targets_is_recomputed_as_a_whole_and_said() -> None:
+    with pytest.warns(UserWarning, match=r"2 of 4 selected layers \(Bare\) have none of prime-rl's targets"):
+        applied = apply_ac(Half(), selective("norm"))
+    assert applied is not None
+    assert applied.plan.rules[0] == Rule("recompute", layers="1,3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_ac(Half(), selective("norm", freq=2))
+
+
+def test_targets_that_name_operators_are_saved_as_in_the_newest_prime_rl() -> None:
+    config = ActivationCheckpointConfig(mode="selective", targets=["aten::mm", "_c10d_functional"])
+    applied = assert_trains_the_same(ZOO["llama"], lambda model: apply_ac(model, config))
+    assert {r.op for r in applied.plan.rules if r.decision == "save"} == {"aten.mm", "_c10d_functional.*"}
+    default = ActivationCheckpointConfig(mode="selective", targets=None)
+    assert default.resolved() == "mode = selective, freq = 1, targets = default operators"
+    applied = assert_trains_the_same(ZOO["mixtral"], lambda model: apply_ac(model, default))
+    saved = {r.op for r in applied.plan.rules if r.decision == "save"}
+    assert {"aten.mm", "aten._grouped_mm", "_c10d_functional.*"} <= saved and "flash_attn.*" not in saved
+    assert "aten.silu" not in saved
+
+
+@pytest.mark.parametrize("targets", [["aten::no_such"], ["norm", "aten::mm"]])
+def test_operators_that_are_not_there_or_mixed_with_parts_are_refused(targets: list[str]) -> None:
+    with pytest.raises(ModeError, match=r"torch knows no such operator|Give one kind"):
+        apply_ac(ZOO["llama"].build(), selective(*targets))
+
+
+@pytest.mark.parametrize("targets", [None, ["norm"], ["aten::mm"]])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_the_wrapper_changes_one_layer_and_returns_it(mode: Any, targets: Any) -> None:
+    def change(model: Any) -> None:
+        wrap = prime_rl.get_activation_checkpoint_wrapper(ActivationCheckpointConfig(mode=mode, targets=targets))
+        for layer in layers_of(model):
+            plain = type(layer)
+            assert wrap(layer) is layer and type(layer) is not plain
+
+    assert_trains_the_same(ZOO["llama"], change)
+
+
+def test_offloading_is_off_for_none_and_needs_the_model() -> None:
+    with prime_rl.maybe_activation_offloading(None):
+        pass
+    config = prime_rl.ActivationOffloadingConfig(pin_memory=False)
+    with pytest.raises(ModeError, match=r"maybe_activation_offloading\(config, model\)"):
+        prime_rl.maybe_activation_offloading(config)
+    model = ZOO["llama"].build()
+    with prime_rl.maybe_activation_offloading(config, model):
+        ZOO["llama"].step(model, ZOO["llama"].batch(model)).backward()
+    with pytest.raises(ModeError, match="max_inflight_activations = 0 is not permitted"):
+        prime_rl.ActivationOffloadingConfig(max_inflight_activations=0)
 
 
 def test_a_model_can_be_done_again_after_it_was_removed() -> None:

@@ -1,5 +1,6 @@
 """A user of torchtitan's policies changes an import: classes, function, options and defaults are the same."""
 
+import contextlib
 import inspect
 from dataclasses import fields
 from typing import Any
@@ -9,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from actmem import Full, ModeError, Rule
+import actmem
+from actmem import ApplyError, Full, ModeError, Rule, SaveEverything, SelfCheckError
 from actmem.compat import torchtitan
 from actmem.compat.torchtitan import ActivationCheckpoint, FullAC, MemoryBudgetAC, SelectiveAC, apply_ac
+from actmem.plan import Slices
 from tests.compat.training import REQUIRED, assert_trains_the_same, gradients, parameters_of
 from tests.zoo import ZOO, Case, TitanLike, ids_only, seeded, square_mean
 
@@ -42,6 +45,7 @@ APPLY_AC = {
     "use_flex_attn": ("keyword", False),
     "op_sac_save_list": ("keyword", None),
     "base_folder": ("keyword", ""),
+    "collectives": ("keyword", "recompute"),  # ours
 }
 SAVE_LIST = {aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default, aten.max.default}
 
@@ -109,7 +113,7 @@ def test_functions_take_what_they_take_in_torchtitan() -> None:
     assert parameters_of(apply_ac) == APPLY_AC
     for kind in (FullAC, SelectiveAC, MemoryBudgetAC):
         assert parameters_of(kind) == {"config": ("any", REQUIRED), "dump_folder": ("any", "")}
-        assert list(inspect.signature(kind.apply).parameters) == ["self", "model"]
+        assert list(inspect.signature(kind.apply).parameters) == ["self", "model", "collectives"]
     assert list(inspect.signature(SelectiveAC.get_save_ops).parameters) == ["self"]
 
 
@@ -144,12 +148,98 @@ def test_gradients_of_the_older_function_are_those_of_plain_training(options: di
 
 def test_an_integer_option_takes_the_layers_that_it_takes_in_torchtitan() -> None:
     def rules(option: str) -> Any:
-        return apply_ac(TitanLike(), older(selective_ac_option=option)).plan.rules
+        applied = apply_ac(TitanLike(), older(selective_ac_option=option))
+        assert applied is not None
+        return applied.plan.rules
 
     assert rules("2") == Full(every=2, first=1).rules()
     assert rules("1") == rules("0") == Full().rules()
-    with pytest.raises(ModeError, match="selects none of the 3 blocks"):
-        rules("4")
+    with pytest.warns(UserWarning, match=r"every 4\. layer of the whole model, and none of those is here \(0, 1, 2\)"):
+        assert rules("4") == SaveEverything().rules()
+
+
+def stage(*names: str) -> nn.Module:
+    """A part of a model, as a pipeline splits it: the layers keep the names that are their numbers."""
+    model = TitanLike()
+    made = list(model.layers.values())
+    model.layers = nn.ModuleDict({name: made[place] for place, name in enumerate(names)})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("names", "recomputed"), [(("1",), "0"), (("5",), "0"), (("3", "4", "5"), "0,2"), (("first", "second"), "1")]
+)
+def test_a_stage_counts_its_layers_by_their_numbers(names: tuple[str, ...], recomputed: str) -> None:
+    applied = apply_ac(stage(*names), older())
+    assert applied is not None
+    first = applied.plan.rules[0]
+    slices = Slices.parse(first.layers or ":")
+    assert first.decision == "recompute"
+    assert [i for i in range(len(names)) if slices.contains(i, len(names))] == list(map(int, recomputed.split(",")))
+
+
+def test_a_stage_of_one_layer_that_is_not_chosen_saves_everything() -> None:
+    with pytest.warns(UserWarning, match="everything is saved"):
+        applied = apply_ac(stage("0"), older())
+    assert applied is not None and applied.plan.rules == SaveEverything().rules()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: apply_ac(m, older()), FullAC.Config().build().apply, SelectiveAC.Config().build().apply]
+)
+def test_a_stage_without_layers_is_left_alone(change: Any) -> None:
+    assert change(stage()) is None
+
+
+class Towers(nn.Module):
+    """Layers of its own, and an encoder that has some too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = TitanLike()
+        self.layers = nn.ModuleDict({str(i): nn.Sequential(nn.Linear(8, 8), nn.GELU()) for i in range(2)})
+
+
+def test_the_layers_of_a_tower_and_those_of_the_model_are_done_in_two_calls() -> None:
+    model = Towers()
+    first = FullAC.Config().build().apply(model.encoder)
+    second = SelectiveAC.Config().build().apply(model)
+    assert first is not None and second is not None and first.plan is second.plan
+    assert second.plan.blocks == (*(f"encoder.layers.{i}" for i in range(3)), "layers.0", "layers.1")
+    batch = ids_only(model.encoder)
+    plain = Towers()
+    for one in (plain, model):
+        one.encoder(*batch if isinstance(batch, tuple) else (batch,)).square().mean().backward()
+        out = torch.ones(4, 8)
+        for layer in one.layers.values():
+            out = layer(out)
+        out.square().mean().backward()
+    for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+        assert (want.grad is None) == (got.grad is None)
+        assert want.grad is None or torch.equal(want.grad, got.grad)
+    report = second.report()
+    assert report.recomputed_bytes > 0 and str(first.report()) == str(report)
+    first.remove()
+    assert not any("_actmem_scripts" in vars(type(m)) for m in model.modules())
+    assert FullAC.Config().build().apply(model) is not None
+
+
+def test_two_policies_for_the_same_layers_are_refused_and_the_first_stays() -> None:
+    first = FullAC.Config().build().apply(model := TitanLike())
+    assert first is not None
+    with pytest.raises(ApplyError, match="applied to this model already"):
+        SelectiveAC.Config().build().apply(model)
+    again = FullAC.Config().build().apply(model)
+    assert again is not None and again.plan is first.plan
+    with pytest.raises(ApplyError, match="applied to this model already"):
+        FullAC.Config().build().apply(model, collectives="save")
+
+
+def test_what_actmem_applied_itself_is_not_taken_over() -> None:
+    actmem.apply(model := Towers(), Full(), blocks="encoder.layers.*")
+    with pytest.raises(ApplyError, match="applied to this model already"):
+        FullAC.Config().build().apply(model)
 
 
 def test_without_a_save_list_nothing_is_saved() -> None:
@@ -228,15 +318,32 @@ def test_what_is_no_operator_is_refused() -> None:
 @pytest.mark.parametrize(
     "policy",
     [
-        FullAC.Config(determinism_check="none"),
-        SelectiveAC.Config(debug=True),
+        FullAC.Config(determinism_check="nothing"),
         MemoryBudgetAC.Config(visualize_memory_budget_pareto=True),
     ],
-    ids=["determinism_check", "debug", "pareto"],
+    ids=["determinism_check", "pareto"],
 )
-def test_an_option_that_would_do_nothing_is_refused(policy: Any) -> None:
-    with pytest.raises(ModeError, match="has no meaning here"):
+def test_an_option_that_cannot_be_done_is_refused(policy: Any) -> None:
+    with pytest.raises(ModeError, match=r"is not known|has no meaning here"):
         policy.build().apply(TitanLike())
+
+
+@pytest.mark.parametrize("policy", [FullAC.Config(determinism_check="none"), SelectiveAC.Config(debug=True)])
+def test_the_checks_of_torchs_checkpoint_may_be_off_or_louder(policy: Any) -> None:
+    assert assert_trains_the_same(DENSE, policy.build().apply).report().recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_debug_compares_every_replay_with_a_checksum(debug: bool) -> None:
+    applied = FullAC.Config(debug=debug).build().apply(model := DENSE.build())
+    assert applied is not None
+    batch = DENSE.batch(model)
+    DENSE.step(model, batch).backward()
+    loss = DENSE.step(model, batch)
+    held = next(p for name, p in model.named_parameters() if "wq" in name)
+    held.data.mul_(2)  # no version counter moves: only a checksum can tell
+    with pytest.raises(SelfCheckError) if debug else contextlib.nullcontext():
+        loss.backward()
 
 
 @pytest.mark.parametrize(
@@ -279,3 +386,14 @@ def test_torchtitans_own_config_object_is_read() -> None:
 
 def test_all_names_are_there() -> None:
     assert all(hasattr(torchtitan, name) for name in torchtitan.__all__)
+    assert torchtitan._disable_dynamo_lru_cache is not None
+    assert torchtitan.ActivationCheckpointConfig is ActivationCheckpoint
+    assert isinstance(FullAC.Config(), torchtitan.ActivationCheckpointingConfig)
+    assert isinstance(None, torchtitan.ActivationCheckpointingConfig)
+
+
+def test_the_default_save_set_can_be_taken_and_changed() -> None:
+    found = torchtitan._get_default_save_ops()
+    found.discard(aten.mm.default)
+    assert torchtitan._get_default_save_ops() - found == {aten.mm.default}
+    assert torchtitan._get_default_save_ops() == SelectiveAC.Config().build().get_save_ops()

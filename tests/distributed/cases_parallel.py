@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_to_all_single
 
 import actmem
+from actmem.compat import nemo, prime_rl, torchtitan
 from tests.distributed.models import (
     WIDTH,
     GatheredAttention,
@@ -94,6 +95,27 @@ def sequence_parallel_gathers_again_when_asked(rank: int) -> None:
     assert sum(recomputed.collective_bytes.values()) == 2 * (2 * 2 + 1) * batch.nbytes
     assert recomputed.held_bytes == saved.held_bytes - 2 * (2 * 2 + 1) * batch.nbytes
     assert "communicated again in the backward pass" in str(recomputed)
+
+
+def the_forms_of_other_systems_gather_again(rank: int) -> None:
+    """Bitwise plain; what torchtitan's save list names, the reduce-scatter, runs once, and so it does where saved."""
+    batch = part(rank)
+    plain = train(parallel_model(sequence=True), batch, 3)
+    every_layer: dict[str, tuple[Any, dict[str, int]]] = {
+        "FullAC": (torchtitan.FullAC.Config().build().apply, {GATHER: 4, REDUCE_SCATTER: 2}),
+        "SelectiveAC": (torchtitan.SelectiveAC.Config().build().apply, {GATHER: 4}),
+        "nemo": (lambda m: nemo.apply_selective_checkpointing_to_layers(m, list(m), False), {GATHER: 4}),
+        "prime_rl": (
+            lambda m: prime_rl.apply_ac(m, prime_rl.ActivationCheckpointConfig()),
+            {GATHER: 4, REDUCE_SCATTER: 2},
+        ),
+        "saved": (lambda m: torchtitan.FullAC.Config().build().apply(m, collectives="save"), {}),
+    }
+    for name, (change, again) in every_layer.items():
+        change(model := parallel_model(sequence=True))
+        with Collectives() as counts:
+            assert_same(plain, train(model, batch, 3))
+        assert {op: n // 3 for op, n in counts.again().items()} == again, name
 
 
 def a_reduction_of_what_the_plan_saves_is_not_run_again(rank: int) -> None:
@@ -280,6 +302,7 @@ def expert_parallel_in_place_sends_once(rank: int) -> None:
 
 DEFAULT = (
     *(tensor_parallel_communicates_once, sequence_parallel_communicates_once),
+    the_forms_of_other_systems_gather_again,
     *(sequence_parallel_gathers_again_when_asked, ranks_with_unequal_work_run_the_same_collectives_again),
     *(gathered_context_parallel_communicates_once, functional_expert_parallel_sends_once),
 )

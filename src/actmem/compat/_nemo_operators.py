@@ -9,6 +9,8 @@ They are operator objects, as there. What is not installed, DeepEP for example, 
 from __future__ import annotations
 
 import contextlib
+import importlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,7 +29,6 @@ _SAVED = (
 _SAVED_ELSEWHERE = (
     *("_c10d_functional.all_to_all_single", "_c10d_functional.reduce_scatter_tensor", "torch_attn._varlen_attn"),
     *("deepep.dispatch", "deepep.combine", "hybridep.dispatch", "hybridep.combine"),
-    *("ffpa_attn._fwd_cute", "ffpa_attn._varlen_fwd_cute"),
 )
 
 
@@ -36,9 +37,16 @@ def _resolve_op_attr(root: object, dotted_path: str) -> Any:
     return resolved(root, dotted_path)
 
 
-def _resolve_torch_op(namespace: str, name: str, overload: str = "default") -> Any:
-    """Return an operator of `torch.ops`; None where there is none of that name."""
-    return resolved(torch.ops, f"{namespace}.{name}.{overload}")
+def _resolve_torch_op(dotted_path: str, name: str | None = None, overload: str = "default") -> Any:
+    """Return an operator of `torch.ops`, by a path such as `"aten.mm"` or `"aten.cat.out"`; None if absent.
+
+    In older versions the parts were given one by one.
+
+    >>> _resolve_torch_op("aten.mm") is _resolve_torch_op("aten", "mm") is torch.ops.aten.mm.default
+    True
+    """
+    path = dotted_path if name is None else f"{dotted_path}.{name}.{overload}"
+    return resolved(torch.ops, f"{path}.default" if path.count(".") == 1 else path)
 
 
 def _existing_ops(*ops: Any) -> frozenset[Any]:
@@ -52,18 +60,27 @@ def _default_compute_intensive_ops() -> tuple[Any, ...]:
     return tuple(_existing_ops(*(_resolve_torch_op(*name.split(".")) for name in sorted(listed))))
 
 
-def _build_selective_ac_save_ops() -> frozenset[Any]:
-    """Return the operators whose results are saved; of those in `_SELECTIVE_AC_MATMUL_OPS`, every second."""
+def _ffpa_forward_ops() -> tuple[Any, ...]:
+    """Return the operators of FFPA attention, which its import registers; nothing where it is not installed."""
+    try:
+        importlib.import_module("ffpa_attn.cute")
+    except Exception:  # noqa: BLE001 - a broken installation of it is none
+        return ()
+    return tuple(_existing_ops(*map(_resolve_torch_op, ("ffpa_attn._fwd_cute", "ffpa_attn._varlen_fwd_cute"))))
+
+
+def save_ops(more: Iterable[Any]) -> frozenset[Any]:
+    """Return the operators whose results are saved, with those of a back end that must be imported first."""
     return _existing_ops(
         *_default_compute_intensive_ops(),
         *(_resolve_torch_op("aten", name) for name in _SAVED),
-        *(_resolve_torch_op(*name.split(".")) for name in _SAVED_ELSEWHERE),
+        *map(_resolve_torch_op, _SAVED_ELSEWHERE),
         *(_resolve_op_attr(torch, f"_higher_order_ops.{n}") for n in ("flex_attention", "inductor_compiled_code")),
+        *more,
     )
 
 
 _SELECTIVE_AC_MATMUL_OPS = _existing_ops(*(_resolve_torch_op("aten", name) for name in _ALTERNATING))
-_SELECTIVE_AC_MUST_SAVE_OPS = _build_selective_ac_save_ops()
 _SELECTIVE_AC_TO_COPY_OP = _resolve_torch_op("aten", "_to_copy")
 
 

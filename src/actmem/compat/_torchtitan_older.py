@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
 
-from actmem.applying import Applied
-from actmem.compat._translating import ROUTER_GATE, apply_once, check_options, selective, titan_blocks
+from actmem.applying import Applied, Collectives
+from actmem.compat._calls import RuleMode, apply_once
+from actmem.compat._translating import ROUTER_GATE, check_options, selective, titan_layers
 from actmem.errors import ModeError
-from actmem.modes import CompilerBudget, Full, Mode
+from actmem.modes import CompilerBudget, Full, SaveEverything
 
-__all__ = ["ActivationCheckpoint", "apply_ac"]
+__all__ = ["ActivationCheckpoint", "apply_ac", "apply_to_layers"]
 
 
 @dataclass
@@ -38,26 +41,29 @@ def apply_ac(
     use_flex_attn: bool = False,
     op_sac_save_list: set[Any] | None = None,
     base_folder: str = "",
-) -> Applied:
+    collectives: Collectives = "recompute",
+) -> Applied | None:
     """Change a model as torchtitan's older config says; of the saved operators only `mm` alternates.
 
-    Without a save list nothing is saved, as there. Layers are counted anew for each model; there they are counted on.
+    Without a save list nothing is saved, as there. A number n takes the layers n, 2n, 3n, ... of the whole model: the
+    names of the layers are their numbers, and a pipeline stage keeps them. `collectives` is that of `actmem.apply`.
+
+    Returns:
+        The handle; None where `model.layers` is empty.
 
     Raises:
         ModeError: a mode or option that is not known, or a memory budget for a model that is not compiled.
     """
     del use_flex_attn, base_folder  # see the docstring of compat.torchtitan; the folder was for a picture
-    check_options(ac_config)
     option = ac_config.selective_ac_option
-    mode: Mode
+    mode: RuleMode
     if ac_config.mode == "full":
         mode = Full()
     elif ac_config.mode == "selective" and option == "op":
         forced = ac_config.per_op_sac_force_recompute_mm_shapes_by_fqns
         mode = selective(model, op_sac_save_list or (), alternate=("aten.mm",), force_recompute=forced)
     elif ac_config.mode == "selective" and option.isdigit():
-        every = max(int(option), 1)
-        mode = Full(every=every, first=every - 1)
+        mode = _every(max(int(option), 1), titan_layers(model))
     elif ac_config.mode == "memory_budget" and model_compile_enabled:
         mode = CompilerBudget(ac_config.memory_budget)
     else:
@@ -66,4 +72,34 @@ def apply_ac(
             f"{model_compile_enabled} is not permitted. Expected mode 'full'; 'selective' with the option 'op' or a "
             "number of layers; or 'memory_budget' for a compiled model. For 'none', do not call apply_ac."
         )
-    return apply_once(model, mode, blocks=titan_blocks(model))
+    return apply_to_layers(model, mode, ac_config, collectives)
+
+
+def _every(distance: int, names: list[str] | None) -> RuleMode:
+    """Take every n-th layer, counted by the numbers that are their names, or else by their places."""
+    usual = Full(every=distance, first=distance - 1)
+    if names is None:
+        return usual
+    numbers = [int(name) for name in names] if all(map(str.isdigit, names)) else range(len(names))
+    places = [place for place, number in enumerate(numbers) if (number + 1) % distance == 0]
+    if not places and names:
+        warnings.warn(
+            f"selective_ac_option = '{distance}' takes every {distance}. layer of the whole model, and none of those "
+            f"is here ({', '.join(names)}): everything is saved.",
+            stacklevel=3,
+        )
+        return SaveEverything()
+    in_order = places == list(range(distance - 1, len(names), distance))
+    return usual if in_order else Full(layers=",".join(map(str, places)))
+
+
+def apply_to_layers(model: nn.Module, mode: RuleMode, config: object, collectives: Collectives) -> Applied | None:
+    """Apply a mode to `model.layers`; None where that is empty."""
+    check_options(config)
+    names = titan_layers(model)
+    if names == []:
+        return None
+    applied = apply_once(model, mode, blocks=None if names is None else "layers.*", collectives=collectives)
+    if getattr(config, "debug", False):
+        applied.check_replay(sys.maxsize)
+    return applied

@@ -2,62 +2,34 @@
 
 from __future__ import annotations
 
-import copy
+import logging
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from actmem.applying import Applied, apply
-from actmem.errors import ApplyError, ModeError
-from actmem.modes import EverySecond, Full, Mode, Selective, every_second
-from actmem.structure import Block, find_blocks
-from actmem.torchcompat import named_modules
+from actmem.errors import ModeError
+from actmem.modes import EverySecond, Full, Selective, every_second
+from actmem.torchcompat import keep_graph_order, named_modules
 
 __all__ = [
     "ROUTER_GATE",
-    "apply_once",
     "check_options",
+    "disable_lru_cache",
     "install_note",
     "resolved",
     "selective",
     "selector",
-    "titan_blocks",
+    "titan_layers",
 ]
 
-_HANDLE = "_actmem_compat_applied"
+_logger = logging.getLogger("actmem.compat")
 _KINDS: tuple[type, ...] = (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default))
 _GROUP_OF = {"inductor_compiled_code": "compiled"}
 ROUTER_GATE = "moe.router.gate"
 """The module whose products torchtitan recomputes unless told otherwise. A model without it is no mistake."""
-
-
-def apply_once(model: nn.Module, mode: Mode, *, blocks: str | None = None) -> Applied:
-    """Apply a mode to a model, or return a handle of the call before, if that was the same.
-
-    Raises:
-        ApplyError: another mode is applied already, or to other blocks.
-    """
-    try:
-        applied = apply(model, mode, blocks=blocks)
-    except ApplyError:
-        found = find_blocks(model, blocks)
-        earlier: Applied | None = next((e for b in found if (e := getattr(type(b.module), _HANDLE, None))), None)
-        if earlier is None or (earlier.plan.mode, earlier.plan.blocks) != (repr(mode), tuple(b.path for b in found)):
-            raise
-        return _with_blocks(earlier, found)
-    for path in applied.plan.blocks:
-        install_note(model.get_submodule(path), _HANDLE, _with_blocks(applied, ()))
-    return applied
-
-
-def _with_blocks(applied: Applied, blocks: tuple[Block, ...]) -> Applied:
-    """Copy a handle. The copy that a block's class keeps holds no blocks: a dropped model is freed at once."""
-    again = copy.copy(applied)
-    again._blocks = blocks  # pyright: ignore[reportPrivateUsage]
-    return again
 
 
 def install_note(block: nn.Module, name: str, value: object) -> None:
@@ -100,7 +72,7 @@ def selector(op: object) -> str | EverySecond:
 
 def selective(
     model: nn.Module, save: Iterable[object], *, alternate: Sequence[str], force_recompute: Iterable[str] = ()
-) -> Mode:
+) -> Selective | Full:
     """Say in actmem's words: save these operators, but of `alternate` every second only, and not in these modules.
 
     Args:
@@ -120,28 +92,34 @@ def selective(
     return Selective(save=entries, force_recompute=[f"*{name}*" for name in forced]) if entries else Full()
 
 
-_MEANINGLESS = {
-    "determinism_check": (
-        "default",
-        "no code runs twice, and replayed values are compared by checksum in the first step",
-    ),
-    "debug": (False, "there is no second run to compare; print applied.trace(), or call applied.check_replay()"),
-    "visualize_memory_budget_pareto": (False, "set torch._functorch.config.visualize_memory_budget_pareto yourself"),
-}
+def disable_lru_cache() -> None:
+    """Have Dynamo try graphs in the order in which they were made, from now on. Does nothing where torch cannot."""
+    try:
+        keep_graph_order()
+    except (AttributeError, RuntimeError):
+        _logger.debug("this torch has no switch for the order in which Dynamo tries graphs", exc_info=True)
 
 
 def check_options(config: object) -> None:
-    """Refuse the options of torch's checkpoint that would do nothing here, where they are not at their defaults.
+    """Refuse the options of torch's checkpoint that cannot be done here.
 
     Raises:
-        ModeError: one of them is set.
+        ModeError: `determinism_check` is not one that torch knows, or the compiler's picture is asked for.
     """
-    for name, (default, why) in _MEANINGLESS.items():
-        value = cast(object, getattr(config, name, default))
-        if value != default:
-            raise ModeError(f"{name} = {value!r} has no meaning here: {why}. Leave it at {default!r}.")
+    check = getattr(config, "determinism_check", "default")
+    if check not in ("default", "none"):
+        raise ModeError(
+            f"determinism_check = {check!r} is not known. Expected 'default' or 'none'; both mean the same here, since "
+            "no code runs twice."
+        )
+    if getattr(config, "visualize_memory_budget_pareto", False):
+        raise ModeError(
+            "visualize_memory_budget_pareto = True has no meaning here: set "
+            "torch._functorch.config.visualize_memory_budget_pareto yourself. Leave it at False."
+        )
 
 
-def titan_blocks(model: nn.Module) -> str | None:
-    """Return where the blocks of a torchtitan model are; None, to have them found, where it has no `layers`."""
-    return "layers.*" if "layers" in dict(model.named_children()) else None
+def titan_layers(model: nn.Module) -> list[str] | None:
+    """Return the names in `model.layers`, in order; None where a model has no `layers`, and blocks must be found."""
+    layers = dict(model.named_children()).get("layers")
+    return None if layers is None else [name for name, _ in layers.named_children()]

@@ -1,7 +1,8 @@
 """Checkpoint targets under prime-rl's names.
 
-There a target is a hook that a model's author must write. Here it is found in unmodified models, so every layer kind
-can be selective and none falls back to full. See docs/compat_prime_rl.md.
+There a target is a hook that a model's author must write. Here it is found in unmodified models, so nearly every layer
+kind can be selective. What tensor and sequence parallel gather is recomputed with it, as there: `collectives="save"`
+keeps it. See docs/compat_prime_rl.md.
 
 >>> layer = nn.TransformerEncoderLayer(8, 2, 16)
 >>> sorted(get_supported_targets(layer))
@@ -12,25 +13,40 @@ can be selective and none falls back to full. See docs/compat_prime_rl.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from torch import nn
 
-from actmem.applying import Applied
-from actmem.compat._translating import apply_once
+from actmem.applying import Applied, Collectives
+from actmem.compat._axolotl_manager import OffloadActivations
+from actmem.compat._calls import apply_once
+from actmem.compat._prime_rl_operators import (
+    DEFAULT_SELECTIVE_SAVE_NAMESPACES,
+    DEFAULT_SELECTIVE_SAVE_OPERATIONS,
+    DEFAULT_SELECTIVE_TARGETS,
+    operators_to_save,
+)
 from actmem.errors import ModeError
-from actmem.modes import Full, Mode, Rules, Targets
+from actmem.modes import Full, Rules, Selective, Targets
 from actmem.ops import did_you_mean
 from actmem.plan import Rule
-from actmem.structure import find_blocks, find_roles, layer_type, roles
+from actmem.structure import Block, find_blocks, find_roles, layer_type, roles
 
 __all__ = [
+    "DEFAULT_SELECTIVE_SAVE_NAMESPACES",
+    "DEFAULT_SELECTIVE_SAVE_OPERATIONS",
+    "DEFAULT_SELECTIVE_TARGETS",
     "SELECTIVE_AC_TARGETS",
     "ActivationCheckpointConfig",
+    "ActivationOffloadingConfig",
     "apply_ac",
+    "get_activation_checkpoint_wrapper",
     "get_supported_targets",
+    "maybe_activation_offloading",
     "set_selective_activation_checkpointing",
     "supports_selective_activation_checkpointing",
 ]
@@ -38,15 +54,19 @@ __all__ = [
 SELECTIVE_AC_TARGETS = frozenset(
     {"norm", "attn_proj", "mlp", "mla_up_proj", "routed_experts", "moe_act", "linear_attn"}
 )
-"""The targets of prime-rl. actmem has more: `actmem.Targets`."""
+"""The targets of prime-rl, as parts of a layer to recompute. actmem has more: `actmem.Targets`."""
 
 _SLIDING = "sliding_attention"
-_Roles = dict[str, tuple[str, ...]]
+_ROUTES = ("tokens_per_expert", "_run_routed_experts", "run_experts_for_torch_a2a", "run_experts_for_deepep")
+"""What only the feed-forward part of a mixture of experts has there."""
 
 
 @dataclass
 class ActivationCheckpointConfig:
     """Say what to recompute. The config itself means full; None in its place means off, here and in `apply_ac`.
+
+    `targets` are parts of a layer to recompute, as prime-rl had them first, or operators to save, as it has them now:
+    `"aten::mm"`, or a namespace such as `"flash_attn"`; None stands for its default list of those.
 
     >>> print(ActivationCheckpointConfig(mode="selective", targets=["norm", "mlp", "norm"]).resolved())
     mode = selective, freq = 1, targets = norm, mlp
@@ -59,8 +79,8 @@ class ActivationCheckpointConfig:
     """`full` recomputes whole blocks, `selective` the targets in them."""
     freq: int = 1
     """Every how many-th layer, beginning with the first."""
-    targets: list[str] = field(default_factory=lambda: ["norm"])
-    """What `selective` recomputes. Full takes no notice of it."""
+    targets: list[str] | None = field(default_factory=lambda: ["norm"])
+    """What `selective` recomputes, or which operators it saves. Full takes no notice of it."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("full", "selective"):
@@ -70,6 +90,8 @@ class ActivationCheckpointConfig:
         if type(self.freq) is not int or self.freq < 1:
             raise ModeError(f"freq = {self.freq!r} is not permitted. Expected an int of 1 or more; 1 is every layer.")
         given = cast(object, self.targets)
+        if given is None:
+            return
         if isinstance(given, str) or not isinstance(given, Sequence):
             raise ModeError(f"targets = {given!r} is no list. Write targets=['norm'].")
         self.targets = list(dict.fromkeys(cast(Sequence[str], given)))
@@ -78,12 +100,13 @@ class ActivationCheckpointConfig:
 
     def resolved(self) -> str:
         """Return everything that is in force, defaults included, as one line."""
-        return f"mode = {self.mode}, freq = {self.freq}, targets = {', '.join(self.targets) or 'none'}"
+        targets = "default operators" if self.targets is None else ", ".join(self.targets) or "none"
+        return f"mode = {self.mode}, freq = {self.freq}, targets = {targets}"
 
 
 def get_supported_targets(layer: nn.Module) -> frozenset[str]:
     """List the targets that a layer has. `norm` is among them if there is a norm; prime-rl lists it always."""
-    return _supported(roles(layer), layer_type(layer))
+    return _Layer(layer).supported
 
 
 def supports_selective_activation_checkpointing(layer: nn.Module) -> bool:
@@ -91,21 +114,27 @@ def supports_selective_activation_checkpointing(layer: nn.Module) -> bool:
     return bool(get_supported_targets(layer))
 
 
-def set_selective_activation_checkpointing(layer: nn.Module, targets: Iterable[str]) -> Applied | None:
+def set_selective_activation_checkpointing(
+    layer: nn.Module, targets: Iterable[str], *, collectives: Collectives = "recompute"
+) -> Applied | None:
     """Change one layer so that it recomputes these targets. Those that it does not have are passed over, as there.
 
-    The same call again does nothing. Other targets raise ApplyError: remove the handle first. (prime-rl adds them.)
+    The same call again does nothing; other targets are added to those before. `collectives` is that of `actmem.apply`.
 
     Raises:
         ModeError: a target is not known.
     """
-    wanted, found, kind = _known(targets), roles(layer), layer_type(layer)
-    names = [name for name in wanted if name in _supported(found, kind)]
-    return apply_once(layer, _mode(names, [(found, kind)]), blocks=".") if names else None
+    found = _Layer(layer)
+    names = [name for name in _known(targets) if name in found.supported]
+    return apply_once(layer, _mode(names, [found]), blocks=".", collectives=collectives) if names else None
 
 
-def apply_ac(model: nn.Module, ac_config: ActivationCheckpointConfig | None) -> Applied | None:
-    """Change a model as the config says. None changes nothing.
+def apply_ac(
+    model: nn.Module, ac_config: ActivationCheckpointConfig | None, *, collectives: Collectives = "recompute"
+) -> Applied | None:
+    """Change a model as the config says. None changes nothing. `collectives` is that of `actmem.apply`.
+
+    A selected layer without any target is recomputed as a whole, with a warning, as there.
 
     Raises:
         ModeError: a target that none of the selected layers has; the message lists those that they have.
@@ -113,22 +142,124 @@ def apply_ac(model: nn.Module, ac_config: ActivationCheckpointConfig | None) -> 
     if ac_config is None:
         return None
     if ac_config.mode == "full":
-        return apply_once(model, Full(every=ac_config.freq))
-    names, blocks = _known(ac_config.targets), find_blocks(model)
-    kinds = [layer_type(block.module) for block in blocks]
-    chosen = list(zip(find_roles(model, blocks), kinds, strict=True))[:: ac_config.freq]
-    supported = frozenset[str]().union(*(_supported(*layer) for layer in chosen))
+        return apply_once(model, Full(every=ac_config.freq), collectives=collectives)
+    if (saved := operators_to_save(ac_config.targets)) is not None:
+        return apply_once(model, Selective(save=saved, every=ac_config.freq), collectives=collectives)
+    names, blocks = _known(ac_config.targets or ()), find_blocks(model)
+    read = zip(blocks, find_roles(model, blocks), strict=True)
+    chosen = [_Layer(block.module, found, block) for block, found in read][:: ac_config.freq]
+    supported = frozenset[str]().union(*(layer.supported for layer in chosen))
     if missing := [name for name in names if name not in supported]:
         raise ModeError(
             f"targets {', '.join(missing)}: none of the {len(chosen)} selected layers has them. "
             f"Supported there: {', '.join(sorted(supported)) or 'none'}."
         )
-    return apply_once(model, _mode(names, chosen, every=ac_config.freq))
+    mode = _mode(names, chosen, every=ac_config.freq)
+    if bare := [layer for layer in chosen if not layer.supported]:
+        kinds = ", ".join(sorted({type(layer.module).__name__ for layer in bare}))
+        warnings.warn(
+            f"{len(bare)} of {len(chosen)} selected layers ({kinds}) have none of prime-rl's targets, and are "
+            "recomputed as a whole.",
+            stacklevel=2,
+        )
+        mode = Rules([Rule("recompute", layers=",".join(str(layer.index) for layer in bare)), *mode.rules()])
+    return apply_once(model, mode, collectives=collectives)
 
 
-def _supported(found: _Roles, kind: str | None) -> frozenset[str]:
-    more = {"moe_act": "routed_experts" in found, "linear_attn": kind == _SLIDING and "attention" in found}
-    return SELECTIVE_AC_TARGETS & {*found, *(name for name, there in more.items() if there)}
+def get_activation_checkpoint_wrapper(config: ActivationCheckpointConfig) -> Callable[[nn.Module], nn.Module]:
+    """Return a function that changes one layer as the config says, and returns the layer itself: there is no wrapper.
+
+    >>> layer = get_activation_checkpoint_wrapper(ActivationCheckpointConfig())(nn.Linear(2, 2))
+    """
+    saved = None if config.mode == "full" else operators_to_save(config.targets)
+
+    def change(layer: nn.Module) -> nn.Module:
+        if config.mode == "selective" and saved is None:
+            set_selective_activation_checkpointing(layer, config.targets or ())
+        else:
+            apply_once(layer, Full() if saved is None else Selective(save=saved), blocks=".")
+        return layer
+
+    return change
+
+
+@dataclass
+class ActivationOffloadingConfig:
+    """Say how to offload what autograd saves. None in its place means off.
+
+    Raises:
+        ModeError: `max_inflight_activations` is below 1.
+    """
+
+    pin_memory: bool = True
+    """Use page-locked host memory."""
+    max_inflight_activations: int = 5
+    """How many activations may be on their way at a time."""
+
+    def __post_init__(self) -> None:
+        if type(self.max_inflight_activations) is not int or self.max_inflight_activations < 1:
+            raise ModeError(
+                f"max_inflight_activations = {self.max_inflight_activations!r} is not permitted. Expected an int of 1 "
+                "or more; 5 is usual."
+            )
+
+
+def maybe_activation_offloading(
+    config: ActivationOffloadingConfig | None, model: nn.Module | None = None
+) -> AbstractContextManager[Any]:
+    """Return a context that offloads what autograd saves in it, or one that does nothing, for None.
+
+    There no model is given, and parameters are told from activations by their class. Here the model is needed. One on
+    the CPU has its activations in host memory already: nothing is sent.
+
+    >>> with maybe_activation_offloading(ActivationOffloadingConfig(), nn.Linear(2, 2)):
+    ...     pass
+
+    Raises:
+        ModeError: no model is given.
+    """
+    if config is None:
+        return nullcontext()
+    if model is None:
+        raise ModeError(
+            "maybe_activation_offloading(config) needs the model, to tell parameters from activations. Write "
+            "maybe_activation_offloading(config, model)."
+        )
+    manager = OffloadActivations(use_pin_memory=config.pin_memory, max_fwd_stash_size=config.max_inflight_activations)
+    return manager.attach(model, warn_if_no_head=False)
+
+
+class _Layer:
+    """A layer, and which targets it has.
+
+    Targets are found by what modules are. Besides, the names that prime-rl's own models must use are believed, so that
+    a toy layer without weights, as its tests have them, has targets too.
+    """
+
+    def __init__(
+        self, module: nn.Module, found: dict[str, tuple[str, ...]] | None = None, block: Block | None = None
+    ) -> None:
+        self.module = module
+        self.index, self.path = (0, "") if block is None else (block.index, block.path)
+        self.roles = roles(module) if found is None else found
+        self.is_sliding = layer_type(module) == _SLIDING and "attention" in self.roles
+        self.named = self._named()
+        """Targets that only a name tells of: their child modules."""
+        more = {"moe_act": "routed_experts" in self.roles, "linear_attn": self.is_sliding}
+        names = {*self.roles, *self.named, *(name for name, there in more.items() if there)}
+        self.supported = SELECTIVE_AC_TARGETS & names
+
+    def _named(self) -> dict[str, str]:
+        children = dict(self.module.named_children())
+        attention, mlp = children.get("self_attn"), children.get("mlp")
+        mixers = ["linear_attn", "mamba", *["self_attn"] * (getattr(self.module, "attention_type", None) == _SLIDING)]
+        said = {"linear_attn": next((name for name in mixers if name in children), None)}
+        if hasattr(attention, "attn_projections") and hasattr(attention, "output_proj"):
+            said["attn_proj"] = "self_attn"
+        if mlp is not None and any(hasattr(mlp, name) for name in _ROUTES):
+            said["routed_experts"] = "mlp"
+        known = {*self.roles, *(["linear_attn"] if self.is_sliding else [])}
+        return {target: name for target, name in said.items() if name is not None and target not in known}
 
 
 def _known(targets: Iterable[str]) -> list[str]:
@@ -140,11 +271,16 @@ def _known(targets: Iterable[str]) -> list[str]:
     return names
 
 
-def _mode(names: list[str], layers: list[tuple[_Roles, str | None]], every: int = 1) -> Mode:
+def _mode(names: list[str], layers: list[_Layer], every: int = 1) -> Rules | Targets:
     """Translate; `linear_attn` also means the attention of layers that see a sliding window."""
-    if "linear_attn" not in names or all(kind != _SLIDING for _, kind in layers):
+    sliding = "linear_attn" in names and any(layer.is_sliding for layer in layers)
+    named = [(layer, layer.named[name]) for layer in layers for name in names if name in layer.named]
+    if not sliding and not named:
         return Targets(names, every=every)
     where = None if every == 1 else f"0::{every}"
-    there = [name for name in names if name != "linear_attn" or any(name in found for found, _ in layers)]
-    rules = [Rule("recompute", layers=where, target=name) for name in there]
-    return Rules([*rules, Rule("recompute", layers=where, layer_type=_SLIDING, target="attention"), Rule("save")])
+    found = [name for name in names if any(name in layer.roles or name == "moe_act" for layer in layers)]
+    rules = [Rule("recompute", layers=where, target=name) for name in found]
+    if sliding:
+        rules.append(Rule("recompute", layers=where, layer_type=_SLIDING, target="attention"))
+    rules += [Rule("recompute", module=f"{layer.path}.{child}".strip(".")) for layer, child in named]
+    return Rules([*dict.fromkeys(rules), Rule("save")])

@@ -2,9 +2,11 @@
 
 Blocks are those of `model.layers`, as there; found, where a model has none. Options of torch's checkpoint that change
 nothing here: `preserve_rng_state` (random operators are always replayed under their recorded state), `early_stop` (only
-what backward asks for is ever replayed), `model_compile_enabled` and `use_flex_attn` (a block is one region, compiled
-or not, and what is compiled inside stays so). Other values than the defaults of `determinism_check`, `debug` and
-`visualize_memory_budget_pareto` raise, because they would do nothing. See docs/compat_torchtitan.md.
+what backward asks for is ever replayed), `determinism_check` (there is no second run to compare),
+`model_compile_enabled` and `use_flex_attn` (a block is one region, compiled or not, and what is compiled inside stays
+so). `debug=True` compares every replayed value with a checksum. `visualize_memory_budget_pareto=True` raises, because
+it would do nothing. What tensor and sequence parallel gather is recomputed, as there: `collectives="save"` keeps it.
+See docs/compat_torchtitan.md.
 
 >>> SelectiveAC.Config().build().config.force_recompute_mm_shapes_by_fqns
 ['moe.router.gate']
@@ -18,14 +20,24 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
-from actmem.applying import Applied
-from actmem.compat._torchtitan_older import ActivationCheckpoint, apply_ac
-from actmem.compat._translating import ROUTER_GATE, apply_once, check_options, resolved, selective, titan_blocks
-from actmem.modes import CompilerBudget, Full, Mode
+from actmem.applying import Applied, Collectives
+from actmem.compat._calls import RuleMode
+from actmem.compat._torchtitan_older import ActivationCheckpoint, apply_ac, apply_to_layers
+from actmem.compat._translating import ROUTER_GATE, disable_lru_cache, resolved, selective
+from actmem.modes import CompilerBudget, Full
 from actmem.ops import GROUPS
 from actmem.torchcompat import compute_intensive
 
-__all__ = ["ActivationCheckpoint", "ActivationCheckpointing", "FullAC", "MemoryBudgetAC", "SelectiveAC", "apply_ac"]
+__all__ = [
+    "ActivationCheckpoint",
+    "ActivationCheckpointConfig",
+    "ActivationCheckpointing",
+    "ActivationCheckpointingConfig",
+    "FullAC",
+    "MemoryBudgetAC",
+    "SelectiveAC",
+    "apply_ac",
+]
 
 _OPS = (
     *("aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_attention_math", "aten.linear"),
@@ -34,6 +46,17 @@ _OPS = (
     *("deepep.dispatch", "deepep.combine", "hybridep.dispatch", "hybridep.combine"),
 )
 """What torchtitan saves besides torch's compute-intensive operators. What is not installed is passed over."""
+
+
+def _get_default_save_ops() -> set[Any]:
+    """Return what `SelectiveAC` saves: torch's compute-intensive operators, and those of `_OPS` that are installed."""
+    listed = (*(compute_intensive() or GROUPS["compute_intensive"]), *_OPS)
+    found = [resolved(torch.ops, f"{name}.default") for name in listed]
+    compiled = resolved(torch, "_higher_order_ops.inductor_compiled_code")
+    return {op for op in (*found, torch.ops.higher_order.flex_attention, compiled) if op is not None}
+
+
+_disable_dynamo_lru_cache = disable_lru_cache
 
 
 class ActivationCheckpointing:
@@ -66,12 +89,15 @@ class ActivationCheckpointing:
         self.config = config
         self.dump_folder = dump_folder
 
-    def apply(self, model: nn.Module) -> Applied:
-        """Change every block of the model as the policy says. The handle comes back; torchtitan returns nothing."""
-        check_options(self.config)
-        return apply_once(model, self._mode(model), blocks=titan_blocks(model))
+    def apply(self, model: nn.Module, *, collectives: Collectives = "recompute") -> Applied | None:
+        """Change every block of the model as the policy says.
 
-    def _mode(self, model: nn.Module) -> Mode:
+        Returns:
+            The handle, where torchtitan returns nothing. None if `model.layers` is empty, as in a stage without layers.
+        """
+        return apply_to_layers(model, self._mode(model), self.config, collectives)
+
+    def _mode(self, model: nn.Module) -> RuleMode:
         raise NotImplementedError(f"{type(self).__name__} is no policy. Use FullAC, SelectiveAC or MemoryBudgetAC.")
 
 
@@ -82,7 +108,7 @@ class FullAC(ActivationCheckpointing):
     class Config(ActivationCheckpointing.Config):
         """Take the shared options only."""
 
-    def _mode(self, model: nn.Module) -> Mode:  # noqa: ARG002 - others look names up in it
+    def _mode(self, model: nn.Module) -> RuleMode:  # noqa: ARG002 - others look names up in it
         return Full()
 
 
@@ -100,12 +126,9 @@ class SelectiveAC(ActivationCheckpointing):
 
     def get_save_ops(self) -> set[Any]:
         """Return what to save. Override it; operators of `torch.ops` and selectors of actmem may stand side by side."""
-        listed = (*(compute_intensive() or GROUPS["compute_intensive"]), *_OPS)
-        found = [resolved(torch.ops, f"{name}.default") for name in listed]
-        compiled = resolved(torch, "_higher_order_ops.inductor_compiled_code")
-        return {op for op in (*found, torch.ops.higher_order.flex_attention, compiled) if op is not None}
+        return _get_default_save_ops()
 
-    def _mode(self, model: nn.Module) -> Mode:
+    def _mode(self, model: nn.Module) -> RuleMode:
         forced = cast(SelectiveAC.Config, self.config).force_recompute_mm_shapes_by_fqns
         return selective(model, self.get_save_ops(), alternate=("aten.mm", "aten.linear"), force_recompute=forced)
 
@@ -120,5 +143,11 @@ class MemoryBudgetAC(ActivationCheckpointing):
         memory_budget: float = 0.5
         visualize_memory_budget_pareto: bool = False
 
-    def _mode(self, model: nn.Module) -> Mode:  # noqa: ARG002 - others look names up in it
+    def _mode(self, model: nn.Module) -> RuleMode:  # noqa: ARG002 - others look names up in it
         return CompilerBudget(cast(MemoryBudgetAC.Config, self.config).memory_budget)
+
+
+ActivationCheckpointConfig = ActivationCheckpoint
+"""The older config, by the name that it had last."""
+ActivationCheckpointingConfig = SelectiveAC.Config | FullAC.Config | MemoryBudgetAC.Config | None
+"""What a trainer's field for the policy holds. None: no checkpointing."""

@@ -122,7 +122,7 @@ class Script:
         inputs: list[Tensor],
         observation: Observation | None,
     ) -> Any:
-        tracer = None if observation is None else Tracer(self.verdicts)
+        tracer = None if observation is None else Tracer(self.verdicts, reissue=self._reissue)
         if tracer is not None:
             self.decisions = tracer.rows
         tape = Tape(

@@ -48,8 +48,10 @@ class Traced:
 class Tracer:
     """Decide as `Verdicts` does, and write each decision down. Stands in its place while a call is observed."""
 
-    def __init__(self, verdicts: Verdicts) -> None:
+    def __init__(self, verdicts: Verdicts, *, reissue: bool = False) -> None:
         self._verdicts = verdicts
+        self._reissue = reissue
+        """Functional collectives may run again."""
         self._seen: Counter[tuple[str, str]] = Counter()
         self.known: dict[Operator, str] = {}
         """Empty: every call is asked for, so that every call is written down."""
@@ -69,7 +71,9 @@ class Tracer:
                 nth=self._seen[address, operator.name],
                 decision=why or "recompute",
                 rule=self._verdicts.latest,
-                never=operator.never,
+                never=None
+                if self._reissue and operator.reissued
+                else operator.forbids((), {}, next(tensors(out), None)),
                 targets=self._verdicts.targets_of(operator, address, counts),
                 num_bytes=sum(map(num_bytes, tensors(out))),
             )
@@ -85,7 +89,9 @@ def log_once(rows: Iterable[Traced], rules: tuple[Any, ...], logged: set[tuple[s
     for row in rows:
         if (row.op, row.decision) not in logged:
             logged.add((row.op, row.decision))
-            _logger.debug("%s: %s by %r, first in %s", row.op, row.decision, rules[row.rule], row.module or "the block")
+            never = f"; never replayed ({row.never})" if row.never else ""
+            where = row.module or "the block"
+            _logger.debug("%s: %s by %r, first in %s%s", row.op, row.decision, rules[row.rule], where, never)
 
 
 def subsumed(rows: Iterable[Traced]) -> dict[int, tuple[int, ...]]:

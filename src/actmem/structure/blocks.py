@@ -90,7 +90,7 @@ def find_blocks(
     """
     check_module(model)
     globs = None if pattern is None else _globs(pattern)
-    if next(model.parameters(), None) is None:
+    if pattern is None and next(model.parameters(), None) is None:
         raise StructureError(
             f"{type(model).__name__} has no parameters, so there is no activation to decide on. "
             "Give the module that holds the layers to train."
