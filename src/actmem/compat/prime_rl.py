@@ -105,13 +105,13 @@ class ActivationCheckpointConfig:
 
 
 def get_supported_targets(layer: nn.Module) -> frozenset[str]:
-    """List the targets that a layer has. `norm` is among them if there is a norm; prime-rl lists it always."""
-    return _Layer(layer).supported
+    """List the targets that a layer has, and `norm` always, as there: a layer without norms passes it over."""
+    return _Layer(layer).supported | {"norm"}
 
 
 def supports_selective_activation_checkpointing(layer: nn.Module) -> bool:
     """Tell whether a layer has any target. In prime-rl only its own model classes do."""
-    return bool(get_supported_targets(layer))
+    return bool(_Layer(layer).supported)
 
 
 def set_selective_activation_checkpointing(
