@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from actmem.applying import Applied
 from actmem.compat._axolotl_manager import Sender, check_stash
-from actmem.compat._translating import apply_once
+from actmem.compat._calls import apply_once
 from actmem.errors import ModeError
-from actmem.modes import Full, Mode, Rules
+from actmem.modes import Full, Rules
 from actmem.offloading import Ledger
 from actmem.ops import is_glob
 from actmem.plan import Rule
@@ -273,7 +273,7 @@ def apply_selective_checkpointing(
 
 def selective_mode(
     save: Sequence[str] | None, recompute_layer_types: Sequence[str], offload: Offload | None, modules: Sequence[str]
-) -> Mode:
+) -> Rules:
     """Say axolotl's selective checkpointing in rules: the matrix products of modules first, whatever their layer.
 
     >>> for rule in selective_mode(["attention", "aten::mm"], ["sliding_attention"], None, []).rules():

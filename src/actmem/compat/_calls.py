@@ -61,7 +61,7 @@ _RECORDS: weakref.WeakKeyDictionary[nn.Module, _Record] = weakref.WeakKeyDiction
 
 
 def apply_once(
-    model: nn.Module, mode: RuleMode, *, blocks: str | None = None, collectives: Collectives = "recompute"
+    model: nn.Module, mode: RuleMode, *, blocks: str | None = None, collectives: Collectives = "save"
 ) -> Applied:
     """Apply a mode to a model, besides what compat applied to other blocks of it before.
 
@@ -131,7 +131,10 @@ def _moved(rule: Rule, indices: Sequence[int], num_blocks: int, prefix: str) -> 
 
 def _agree(calls: Sequence[_Call]) -> bool:
     """Tell whether calls can be one plan: those that share a block only add to what is recomputed there."""
-    if len({call.collectives for call in calls}) > 1 or any(isinstance(call.mode, CompilerBudget) for call in calls):
+    rules = [rule for call in calls for rule in call.mode.rules()]
+    if any(isinstance(call.mode, CompilerBudget) for call in calls) or any(r.decision == "offload" for r in rules):
+        return False  # one is a setting of the compiler, the other has a store of its own
+    if len({call.collectives for call in calls}) > 1:
         return False
     modules = [id(module) for call in calls for module in call.modules]
     shared = {key for key in modules if modules.count(key) > 1}

@@ -177,7 +177,7 @@ def get_activation_checkpoint_wrapper(config: ActivationCheckpointConfig) -> Cal
         if config.mode == "selective" and saved is None:
             set_selective_activation_checkpointing(layer, config.targets or ())
         else:
-            apply_once(layer, Full() if saved is None else Selective(save=saved), blocks=".")
+            apply_once(layer, Full() if saved is None else Selective(save=saved), blocks=".", collectives="recompute")
         return layer
 
     return change
