@@ -6,9 +6,10 @@ instead of somewhere in the middle of a backward pass.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -44,9 +45,11 @@ __all__ = [
     "current_autograd_node",
     "current_graph_task",
     "dispatch_modes",
+    "divide",
     "functorch_transform",
     "graph_is_kept",
     "has_storage",
+    "is_composite",
     "is_traceable_wrapper_subclass",
     "is_wrapper",
     "keep_graph_order",
@@ -57,6 +60,7 @@ __all__ = [
     "num_bytes",
     "numerics",
     "outer_hooks",
+    "resolving_bits",
     "restore_numerics",
     "saved_by_partitioner",
     "selective_contexts",
@@ -90,6 +94,10 @@ try:
     _top_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
     _exclude_key: Callable[[Any, bool], Any] = _C._SetExcludeDispatchKeyGuard
     _ADINPLACE: Any = _C.DispatchKey.ADInplaceOrView
+    _CONJUGATE: Any = _C.DispatchKey.Conjugate
+    _NEGATIVE: Any = _C.DispatchKey.Negative
+    _COMPOSITE: Any = _C.DispatchKey.CompositeImplicitAutograd
+    _has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_key
     _eval_frame: Any = _C._dynamo.eval_frame
     _SKIP: Any = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
     _get_precision: Callable[[str, str], str] = _C._get_fp32_precision_getter
@@ -128,6 +136,37 @@ def is_wrapper(kind: type) -> bool:
 def counting_versions() -> Any:
     """Return a context in which operators inside `__torch_dispatch__` share and move version counters, as outside."""
     return _exclude_key(_ADINPLACE, False)
+
+
+@contextlib.contextmanager
+def resolving_bits() -> Generator[None]:
+    """Let operators inside `__torch_dispatch__` heed conj and neg bits, as outside.
+
+    torch calls a dispatch mode with the keys that resolve these bits excluded. Kernels that take a conjugate view and
+    call further operators on it, as those of `linalg` do, then compute with numbers that are not conjugated.
+    """
+    with _exclude_key(_CONJUGATE, False), _exclude_key(_NEGATIVE, False):
+        yield
+
+
+def is_composite(func: Any) -> bool:
+    """Tell whether torch runs an operator as other operators, above every backend, unless autograd is left out."""
+    if getattr(func, "_schema", None) is None:  # a higher-order operator
+        return False
+    name = func.name()
+    return _has_kernel(name, "CompositeImplicitAutograd") and not _has_kernel(name, "CPU")
+
+
+def divide(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a composite operator inside a mode's handler, and let the mode see its parts.
+
+    Returns:
+        The result; NotImplemented for nested tensors, which have kernels of their own.
+    """
+    if any(isinstance(t, torch.Tensor) and t.is_nested for t in (*args, *kwargs.values())):
+        return NotImplemented
+    with resolving_bits(), mode:
+        return func._op_dk(_COMPOSITE, *args, **kwargs)  # not `decompose`: some of its Python forms give other bits
 
 
 def alias_in_handler(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,13 @@ reason (`REASONS`), and the tape treats what they wrote as given (see NOTE [ Bar
 - *transfer*: a copy from an accelerator to the host would make the host wait.
 
 Aliasing is what storages say, not what schemas say: an output on a known storage is a view of it. Writes are what the
-schema says, and the list `UNDECLARED_WRITES` where it says nothing.
+schema says, and the list `UNDECLARED_WRITES` where it says nothing. What is written is taken to be read as well, argument
+by argument, unless it is known to be overwritten whole: `out=`, and the lists `_OVERWRITES` and `_FILLED`.
+
+NOTE [ Undivided ]
+Autograd divides composite operators (`batch_norm`, `matmul`, `dropout`) before the tape sees them. Where autograd is left
+out, as in inference mode, they come whole, with effects that their schemas do not tell: `batch_norm` updates running
+statistics, `matmul` asks what requires grad. The tape divides them itself and records the parts, as everywhere else.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ import torch
 
 from actmem.engine.trees import tensors
 from actmem.ops import GROUPS
+from actmem.torchcompat import is_composite, resolving_bits
 
 __all__ = ["DESCRIBED", "REASONS", "UNINITIALISED", "Operator", "describe", "generator_state"]
 
@@ -144,14 +151,19 @@ _OVERWRITES = frozenset(
         "geometric_",
         "log_normal_",
     }
-    | {"rrelu_with_noise", "rrelu_with_noise_"}
 )
-"""In-place operators that write every element of what they write, and read none of it. (`out=` forms are found by
-their schema.)"""
+"""In-place operators that write every element of `self`, and read none of it. Any other argument that is written is
+taken to be read as well, unless it is `out=` or stands in `_FILLED`."""
 
-_FILLS_SAVED = frozenset({"rrelu_with_noise", "rrelu_with_noise_"})
-"""Operators whose gradient formula saves an argument before the operator has filled it. Those of `UNDECLARED_WRITES`
-do too: plain autograd sees the statistics that they leave."""
+_FILLED: dict[str, str] = {"rrelu_with_noise": "noise", "rrelu_with_noise_": "noise"}
+"""Operators that fill one argument besides and do not read it. Their gradient formulas save it before it is filled.
+(Those of `UNDECLARED_WRITES` save theirs early too: plain autograd sees the statistics that the operator leaves.)"""
+
+_CONJUGATES = frozenset({"linalg_pinv", "linalg_lstsq"})
+"""Operators whose kernels compute with conjugate views of what they are given. See `torchcompat.resolving_bits`."""
+
+_IN_TRAINING = frozenset({"running_mean", "running_var", "noise"})
+"""Arguments that an operator with a `training` flag only writes if that is on."""
 
 UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
     "native_batch_norm": ("running_mean", "running_var"),
@@ -177,6 +189,8 @@ class Operator:
     __slots__ = (
         "accumulate",
         "again",
+        "call",
+        "composite",
         "declared",
         "dropout",
         "fills_saved",
@@ -188,13 +202,14 @@ class Operator:
         "numerics",
         "on_accelerator",
         "overload",
-        "overwrites",
+        "overwritten",
         "packet",
         "plain",
         "random",
         "reissued",
         "seeded",
         "statistics",
+        "training",
         "transfers",
         "view",
         "writes",
@@ -202,8 +217,12 @@ class Operator:
 
     def __init__(self, func: Any, declared: str | None = None) -> None:
         self.func = func
+        self.call = func
+        """What the tape calls."""
         self.again = func
-        """What a replay calls."""
+        """What a replay calls, outside of any handler."""
+        self.composite = False
+        """Runs as other operators, and the tape records those. See NOTE [ Undivided ]."""
         self.reissued = False
         """A collective that may run again where that is asked for."""
         self.declared = declared is not None
@@ -216,10 +235,12 @@ class Operator:
         """May return a tensor that it did not merely write."""
         self.writes: tuple[tuple[int, str], ...] = ()
         """Position and name of the arguments that it writes."""
-        self.overwrites = False
-        """Writes all of what it writes without reading it."""
-        self.fills_saved = False
-        """Autograd saves what it writes before it is written."""
+        self.overwritten: frozenset[int | str] = frozenset()
+        """Position and name of those of them that it overwrites whole and does not read."""
+        self.training: tuple[int, str] | None = None
+        """Position and name of a `training` flag that decides whether it writes `_IN_TRAINING`."""
+        self.fills_saved: frozenset[int | str] = frozenset()
+        """Position and name of those that autograd saves before they are written."""
         self.never: str | None = None
         """The name of the reason why it is never replayed, whatever its arguments."""
         self.random = False
@@ -245,6 +266,8 @@ class Operator:
             self.overload = ""
         self.plain = not (
             self.view
+            or self.composite
+            or self.call is not self.func
             or self.writes
             or self.never
             or self.random
@@ -287,24 +310,32 @@ class Operator:
                 else declared
             )
             return
+        self.composite = is_composite(self.func)
         if namespace not in _TRUSTED:
+            self.call = _Resolving(self.func)  # nobody knows
             self.never = "opaque"
             self.writes = declared
             return
         if base in ("_conj", "_neg_view"):
             self.view = 2
             return
+        if base in _CONJUGATES:
+            self.call = _Resolving(self.func)
         if base in ("detach", "set_", "detach_", "lift_fresh") or (
-            not declared and schema.returns and all(r.alias_info is not None for r in schema.returns)
+            not self.composite
+            and not declared and schema.returns and all(r.alias_info is not None for r in schema.returns)
         ):
             self.view = True
             return
         self.writes = declared
         self.fresh = any(r.alias_info is None for r in schema.returns)
-        self.overwrites = bool(declared) and (
-            base in _OVERWRITES or all(schema.arguments[i].is_out for i, _ in declared)
-        )
-        self.fills_saved = base in _FILLS_SAVED or base in UNDECLARED_WRITES
+        filled = "self" if base in _OVERWRITES else _FILLED.get(base)
+        overwritten = [w for w in declared if w[1] == filled or schema.arguments[w[0]].is_out]
+        self.overwritten = frozenset(where for write in overwritten for where in write)
+        if any(name in _IN_TRAINING for _, name in declared):
+            self.training = arguments.get("training")
+        early = (*undeclared, _FILLED.get(base))
+        self.fills_saved = frozenset(where for write in declared if write[1] in early for where in write)
         self.never = self._reason(base)
         self.random = torch.Tag.nondeterministic_seeded in self.func.tags
         self.seeded = arguments.get("generator")
@@ -335,6 +366,12 @@ class Operator:
         if self.dropout is None:
             return True
         return _argument(self.dropout, args, kwargs, 0.0) != 0.0
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, str], ...]:
+        """Return position and name of the arguments that this call writes."""
+        if self.training is None or _argument(self.training, args, kwargs, False):
+            return self.writes
+        return tuple(write for write in self.writes if write[1] not in _IN_TRAINING)
 
     def unread(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
         """Return the positions of running statistics that this call updates and computes nothing from.
@@ -378,6 +415,17 @@ class Operator:
 
     def __repr__(self) -> str:
         return f"Operator({self.name})"
+
+
+class _Resolving:
+    """Run an operator inside a handler as it would run outside."""
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with resolving_bits():
+            return self.func(*args, **kwargs)
 
 
 class _Waited:

@@ -68,7 +68,7 @@ class Keeping(_Aware):
         operator = describe(func)
         if operator.writes and self._places:
             self._copy_before(operator, args, kwargs or {})
-        out = func(*args, **(kwargs or {}))
+        out = operator.call(*args, **(kwargs or {}))
         key = self._key(func)
         decision = self._answer(operator, args, kwargs or {}, out)
         if decision:
@@ -104,7 +104,7 @@ class Repeating(_Aware):
         key = self._key(func)
         found = self._kept.get(key)
         if found is None:
-            return func(*args, **(kwargs or {}))
+            return describe(func).call(*args, **(kwargs or {}))
         spec, held, versions = found
         again = graph_is_kept()
         if not again:

@@ -46,6 +46,7 @@ from actmem.torchcompat import (
     alias,
     alias_in_handler,
     counting_versions,
+    divide,
     is_traceable_wrapper_subclass,
     is_wrapper,
     never_compile,
@@ -242,10 +243,12 @@ class Tape(Holdings, TorchDispatchMode):
 
     def _record_special(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator that writes, draws, or is never replayed."""
-        func = operator.func
-        writes = [Write(where, j, t, operator, args) for where, j, t in written_by(operator, args, kwargs)]
+        func, call = operator.func, operator.call
+        if operator.composite and (divided := divide(self, func, args, kwargs)) is not NotImplemented:
+            return divided
+        writes = [Write(where, j, t, operator, args, kwargs) for where, j, t in written_by(operator, args, kwargs)]
         ran = not writes and not operator.draws(args, kwargs)  # nothing to take leave of, and no state to note first
-        out: Any = func(*args, **kwargs) if ran else None
+        out: Any = call(*args, **kwargs) if ran else None
         keep = self._known.get(operator)
         if keep is None:
             keep = self._verdicts.decide(operator, self.address, self._counts, writes[0].tensor if writes else out)
@@ -276,13 +279,13 @@ class Tape(Holdings, TorchDispatchMode):
             node.overwrite([(w.where, w.item, w.tensor, w.whole) for w in writes if w.where not in unread])
             if again and not self._anchor(operator, node, args[0]):
                 node, forbidden, given, again = None, "collective", "collective", False
-        self._leave_behind(writes, fills_saved=operator.fills_saved)
+        self._leave_behind(writes, operator.fills_saved)
         if any(w.item >= 0 for w in writes):
             # An operator on a list counts the versions inside, where a dispatch mode makes torch leave that out.
             with counting_versions():
-                out = func(*args, **kwargs)
+                out = call(*args, **kwargs)
         elif not ran:
-            out = func(*args, **kwargs)
+            out = call(*args, **kwargs)
         made = self._record_writes(operator, node, writes, coverage)
         if forbidden == "uninitialised" and isinstance(out, Tensor) and not writes:
             self._record_uninitialised(operator, out)
@@ -308,7 +311,7 @@ class Tape(Holdings, TorchDispatchMode):
             barriers.settle(value, given.untyped_storage().nbytes(), self._hold_owed_in_handler, given, self._free)
         return True
 
-    def _leave_behind(self, writes: list[Write], *, fills_saved: bool) -> None:
+    def _leave_behind(self, writes: list[Write], fills_saved: frozenset[int | str]) -> None:
         """Take leave of the versions that an operator is about to overwrite."""
         for write in writes:
             # The call itself may have been the first to refer to it.
@@ -317,7 +320,7 @@ class Tape(Holdings, TorchDispatchMode):
                 if value.row is not None:
                     value.row.overwritten = True
                 self._values.pop(storage_key(value.storage()), None)
-                early = [h for h in self._recent if h.value is value] if fills_saved else []
+                early = [h for h in self._recent if h.value is value] if write.where in fills_saved else []
                 if early:
                     write.early = Value(value.storage, None, 0, None)
                     for handle in early:

@@ -19,13 +19,22 @@ __all__ = ["Write", "written_by"]
 class Write:
     """One tensor that an operator writes."""
 
-    def __init__(self, where: int | str, item: int, tensor: Tensor, operator: Operator, args: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        where: int | str,
+        item: int,
+        tensor: Tensor,
+        operator: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         self.where = where
         self.item = item
         self.tensor = tensor
-        self.whole = operator.overwrites and fills(tensor) and _alone(tensor, args)
-        """All of the storage is overwritten, and none of it read."""
-        self.overwrites = operator.overwrites
+        self.overwrites = where in operator.overwritten
+        """All of the tensor is overwritten, and none of it read."""
+        self.whole = self.overwrites and fills(tensor) and _alone(tensor, args, kwargs)
+        """The same of all of the storage."""
         self.old: Value | None = None
         self.fate: str | None = None
         """Why the new version cannot be made by this node; None if it can."""
@@ -49,16 +58,16 @@ class Write:
         return None if value.coverage is None or value.pending is None else value.coverage.with_write(self.tensor)
 
 
-def _alone(tensor: Tensor, args: tuple[Any, ...]) -> bool:
+def _alone(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     storage = tensor.untyped_storage()
-    return sum(storage_of(t) is storage for t in tensors(args)) <= 1
+    return sum(storage_of(t) is storage for t in tensors(args, kwargs)) <= 1
 
 
 def written_by(
     operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[int | str, int, Tensor]]:
     """Yield each tensor that a call writes: position or name of the argument, position in a list or -1, the tensor."""
-    for position, name in operator.writes:
+    for position, name in operator.written(args, kwargs):
         where: int | str = position if position < len(args) else name
         x: Any = args[position] if position < len(args) else kwargs.get(name)
         if isinstance(x, Tensor):

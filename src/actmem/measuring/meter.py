@@ -16,7 +16,7 @@ from actmem.measuring.ledger import Ledger, tensors_in
 from actmem.measuring.measurement import CATEGORIES, PHASES, Measurement, PeakOp, Sample
 from actmem.measuring.phases import NO_TASK, Phases, current_task
 from actmem.measuring.resizes import watching_resizes
-from actmem.torchcompat import TorchDispatchMode, after_backward, backward_code
+from actmem.torchcompat import TorchDispatchMode, after_backward, backward_code, divide, is_composite, resolving_bits
 
 __all__ = ["measure"]
 
@@ -115,16 +115,17 @@ class _Mode(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the subclass runs plain operators beneath, and those are shown to us
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
-            with self:  # composite operators arrive undivided in inference mode
-                divided = func.decompose(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            divided = divide(self, func, args, kwargs)
             if divided is not NotImplemented:
                 return divided
         meter = self._meter
         facts = meter.before(func, args, kwargs, entered)
-        started = perf_counter()
-        result = func(*args, **kwargs)
-        meter.after(facts, args, kwargs, result, perf_counter() - started)
+        with resolving_bits():
+            started = perf_counter()
+            result = func(*args, **kwargs)
+            seconds = perf_counter() - started
+        meter.after(facts, args, kwargs, result, seconds)
         return result
 
 

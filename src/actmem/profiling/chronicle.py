@@ -13,7 +13,7 @@ from torch import Tensor
 from actmem.measuring.flops import Formula, flop_formula
 from actmem.measuring.ledger import Entry, Ledger, tensors_in
 from actmem.profiles import Cost
-from actmem.torchcompat import TorchDispatchMode, never_compile, num_bytes
+from actmem.torchcompat import TorchDispatchMode, divide, is_composite, never_compile, num_bytes, resolving_bits
 
 __all__ = ["Chronicle"]
 
@@ -109,6 +109,10 @@ class Chronicle(TorchDispatchMode):
             return NotImplemented
         if self.paused or func is _ASKS_DEVICE:
             return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            divided = divide(self, func, args, kwargs)
+            if divided is not NotImplemented:
+                return divided
         facts = self._formulas.get(func)
         if facts is None:
             facts = self._formulas[func] = _learn(func)
@@ -117,9 +121,10 @@ class Chronicle(TorchDispatchMode):
         if not adopts:
             for tensor in tensors_in((args, kwargs)):
                 ledger.read(tensor)
-        started = perf_counter()
-        result = func(*args, **kwargs)
-        seconds = perf_counter() - started if self._timed else None
+        with resolving_bits():
+            started = perf_counter()
+            result = func(*args, **kwargs)
+            seconds = perf_counter() - started if self._timed else None
         if mutates:
             for tensor in tensors_in((args, kwargs)):
                 ledger.read(tensor)
