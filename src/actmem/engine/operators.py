@@ -12,17 +12,19 @@ reason (`REASONS`), and the tape treats what they wrote as given (see NOTE [ Bar
 - *routing*: a tie may break the other way, and every shape behind it would change.
 - *opaque*: higher-order and custom operators may do what their schema does not say.
 - *recurrent*: fused recurrent kernels keep a workspace that no schema describes.
+- *gradient*: its kernel asks whether an input requires grad, and in a replay none does.
 - *unrepeatable*: two runs on the same input may differ in the last bit.
 - *transfer*: a copy from an accelerator to the host would make the host wait.
 
 Aliasing is what storages say, not what schemas say: an output on a known storage is a view of it. Writes are what the
-schema says, and the list `UNDECLARED_WRITES` where it says nothing. What is written is taken to be read as well, argument
-by argument, unless it is known to be overwritten whole: `out=`, and the lists `_OVERWRITES` and `_FILLED`.
+schema says, and the list `UNDECLARED_WRITES` where it says nothing. What is written is taken to be read as well,
+argument by argument, unless it is known to be overwritten whole: `out=`, and the lists `_OVERWRITES` and `_FILLED`.
 
 NOTE [ Undivided ]
-Autograd divides composite operators (`batch_norm`, `matmul`, `dropout`) before the tape sees them. Where autograd is left
-out, as in inference mode, they come whole, with effects that their schemas do not tell: `batch_norm` updates running
-statistics, `matmul` asks what requires grad. The tape divides them itself and records the parts, as everywhere else.
+Autograd divides composite operators (`batch_norm`, `matmul`, `dropout`) before the tape sees them. Where autograd is
+left out, as in inference mode, they come whole, with effects that their schemas do not tell: `batch_norm` updates
+running statistics, `matmul` asks what requires grad. The tape divides them itself and records the parts, as it does
+everywhere else.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ REASONS: dict[str, str] = {
     "opaque": "a higher-order or custom operator that may do more than its schema says",
     "recurrent": "a fused recurrent kernel with an undescribed workspace",
     "unrepeatable": "two runs on the same input may differ in the last bit",
+    "gradient": "computes something else where no input requires grad, as in a replay",
     "transfer": "a copy from the accelerator to the host",
     "unseen": "made by code that the tape did not see, such as a compiled function",
     "external": "written from outside: the tape did not see the storage born",
@@ -103,6 +106,7 @@ _RECURRENT = frozenset(
         "quantized_gru",
     }
 )
+_ASKS_GRADIENT = frozenset({"_sparse_mm_reduce_impl"})
 _UNREPEATABLE = frozenset({"_ctc_loss", "linalg_lstsq"})
 _ACCUMULATING = frozenset(
     {"index_put", "index_put_", "_index_put_impl_", "_index_put_impl", "_unsafe_index_put", "put", "put_"}
@@ -161,6 +165,15 @@ _FILLED: dict[str, str] = {"rrelu_with_noise": "noise", "rrelu_with_noise_": "no
 
 _CONJUGATES = frozenset({"linalg_pinv", "linalg_lstsq"})
 """Operators whose kernels compute with conjugate views of what they are given. See `torchcompat.resolving_bits`."""
+
+_WHOLE = frozenset({"linalg_svdvals", "linalg_eigvals", "linalg_eigvalsh", "linalg_cond", "linalg_matrix_rank"}) | {
+    "linalg_matrix_norm",
+    "linalg_norm",
+    "nuclear_norm",
+    "norm",
+}
+"""Composite operators that write nothing and are left undivided: they ask whether a mode is active, and their parts
+would have other bits."""
 
 _IN_TRAINING = frozenset({"running_mean", "running_var", "noise"})
 """Arguments that an operator with a `training` flag only writes if that is on."""
@@ -310,7 +323,7 @@ class Operator:
                 else declared
             )
             return
-        self.composite = is_composite(self.func)
+        self.composite = is_composite(self.func) and base not in _WHOLE
         if namespace not in _TRUSTED:
             self.call = _Resolving(self.func)  # nobody knows
             self.never = "opaque"
@@ -323,7 +336,9 @@ class Operator:
             self.call = _Resolving(self.func)
         if base in ("detach", "set_", "detach_", "lift_fresh") or (
             not self.composite
-            and not declared and schema.returns and all(r.alias_info is not None for r in schema.returns)
+            and not declared
+            and schema.returns
+            and all(r.alias_info is not None for r in schema.returns)
         ):
             self.view = True
             return
@@ -357,6 +372,8 @@ class Operator:
             return "routing"
         if base in _RECURRENT:
             return "recurrent"
+        if base in _ASKS_GRADIENT:
+            return "gradient"
         return "unrepeatable" if base in _UNREPEATABLE else None
 
     def draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

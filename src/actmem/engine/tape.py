@@ -287,7 +287,7 @@ class Tape(Holdings, TorchDispatchMode):
         elif not ran:
             out = call(*args, **kwargs)
         made = self._record_writes(operator, node, writes, coverage)
-        if forbidden == "uninitialised" and isinstance(out, Tensor) and not writes:
+        if forbidden == "uninitialised" and not writes and isinstance(out, Tensor) and storage_of(out) is not None:
             self._record_uninitialised(operator, out)
         else:
             self._record_outputs(operator, node, out, given or "", made)
@@ -324,7 +324,7 @@ class Tape(Holdings, TorchDispatchMode):
                 if early:
                     write.early = Value(value.storage, None, 0, None)
                     for handle in early:
-                        handle.value = write.early
+                        handle.value, handle.checksum = write.early, None
                 preserve(value)
                 del value, early
             preserve_elsewhere(write.tensor)
@@ -341,7 +341,8 @@ class Tape(Holdings, TorchDispatchMode):
                 continue  # two of the written tensors lie on one storage: one new version of it
             value = write.early or Value(_ref(storage), None, 0, None)
             value.node, value.slot, value.why = node if write.fate is None else None, -1 - k, write.fate
-            if write.early is not None and value.node is None:
+            if write.early is not None and (value.node is None or barriers.all_debts(value.node.refs) is not None):
+                value.node, value.why = None, write.fate or "barrier"  # its handles are out: it must be closed now
                 self._hold(value, write.tensor, alias_in_handler)
                 value.version = UNCHECKED  # its counter moves after this handler has returned
             made.append((-1 - k, _ref(value)))
@@ -507,7 +508,7 @@ class Tape(Holdings, TorchDispatchMode):
         if not value.saved:
             value.saved = True
             self._budget += storage.nbytes()
-        if value.node is None and not tensor.requires_grad:
+        if not tensor.requires_grad:
             self._recent.append(handle)
         if self.observation is not None:
             self.observation.saved(value, handle)

@@ -397,6 +397,7 @@ def test_outputs_of_a_nested_unit_are_held_and_nothing_inside_it_is_replayed() -
 
 def test_every_reason_has_a_sentence() -> None:
     named = {"uninitialised", "constant", "collective", "routing", "opaque", "recurrent", "unrepeatable", "transfer"}
+    named |= {"gradient"}
     named |= {"unseen", "external", "parameter", "generator", "barrier", "cut", "unit"}
     assert REASONS.keys() == named  # each has a test above or below
 
@@ -570,9 +571,9 @@ def test_views_compute_nothing() -> None:
 
 def test_only_full_overwrites_are_called_so() -> None:
     for func in (aten.copy_.default, aten.fill_.Scalar, aten.bernoulli_.float, aten.add.out, aten.mm.out):
-        assert Operator(func).overwrites, func
+        assert Operator(func).overwritten, func
     for func in (aten.add_.Tensor, aten.relu_.default, aten.index_put_.default, aten.masked_fill_.Scalar):
-        assert not Operator(func).overwrites, func
+        assert not Operator(func).overwritten, func
 
 
 def test_an_operator_is_described_once() -> None:
