@@ -97,6 +97,7 @@ try:
     _CONJUGATE: Any = _C.DispatchKey.Conjugate
     _NEGATIVE: Any = _C.DispatchKey.Negative
     _COMPOSITE: Any = _C.DispatchKey.CompositeImplicitAutograd
+    _is_dispatched: Callable[[str], bool] = _C._dispatch_has_kernel
     _has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_key
     _eval_frame: Any = _C._dynamo.eval_frame
     _SKIP: Any = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
@@ -151,9 +152,9 @@ def resolving_bits() -> Generator[None]:
 
 def is_composite(func: Any) -> bool:
     """Tell whether torch runs an operator as other operators, above every backend, unless autograd is left out."""
-    if getattr(func, "_schema", None) is None:  # a higher-order operator
-        return False
     name = func.name()
+    if getattr(func, "_schema", None) is None or not _is_dispatched(name):  # higher-order, or of TorchScript alone
+        return False
     return _has_kernel(name, "CompositeImplicitAutograd") and not _has_kernel(name, "CPU")
 
 
