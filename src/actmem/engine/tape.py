@@ -40,7 +40,7 @@ from actmem.engine.operators import DESCRIBED, Operator, describe, generator_sta
 from actmem.engine.tracing import Tracer
 from actmem.engine.trees import put_together, take_apart, tensors
 from actmem.engine.values import KEPT, UNCHECKED, Boxed, Node, Value, geometry
-from actmem.engine.writing import Write, written_by
+from actmem.engine.writing import Write, promote, written_by
 from actmem.torchcompat import (
     TorchDispatchMode,
     alias,
@@ -351,7 +351,7 @@ class Tape(Holdings, TorchDispatchMode):
                 value.debts = barriers.all_debts(node.refs, storage)
                 node.outs = made
                 if coverage.full:
-                    _promote(value)
+                    promote(value)
             self._remember(value, storage, write.tensor, operator)
         return made
 
@@ -587,14 +587,3 @@ class _Again:
         finally:
             for g, state in now:
                 g.set_state(state)
-
-
-def _promote(value: Value) -> None:
-    """Make a storage that was filled piece by piece replayable, from the call that gave birth to it on."""
-    current: Value | None = value
-    storage = value.storage()
-    while current is not None and current.pending is not None:
-        node, current.pending = current.pending, None
-        current.node, current.why, current.coverage, current.tensor = node, None, None, None
-        reads = [ref[2] for ref in node.refs if ref[2] is not None and ref[2].pending is not None]
-        current = next((v for v in reads if v.storage() is storage), None)

@@ -13,7 +13,7 @@ from actmem.engine.operators import Operator
 from actmem.engine.trees import tensors
 from actmem.engine.values import Value
 
-__all__ = ["Write", "written_by"]
+__all__ = ["Write", "promote", "written_by"]
 
 
 class Write:
@@ -78,3 +78,14 @@ def written_by(
             yield from (
                 (where, j, t) for j, t in enumerate(items) if isinstance(t, Tensor) and storage_of(t) is not None
             )
+
+
+def promote(value: Value) -> None:
+    """Make a storage that was filled piece by piece replayable, from the call that gave birth to it on."""
+    current: Value | None = value
+    storage = value.storage()
+    while current is not None and current.pending is not None:
+        node, current.pending = current.pending, None
+        current.node, current.why, current.coverage, current.tensor = node, None, None, None
+        reads = [ref[2] for ref in node.refs if ref[2] is not None and ref[2].pending is not None]
+        current = next((v for v in reads if v.storage() is storage), None)
