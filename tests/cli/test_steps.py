@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from actmem.cli.schema import SCHEMAS, schema_of
+from actmem.devices import known_devices
 from tests.cli.conftest import Run
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "schema"
@@ -151,3 +152,41 @@ def test_every_device_is_listed_with_the_source_of_each_figure(run: Run) -> None
     assert all("memory_bytes" in device["sources"] for device in found["devices"])
     assert "NVIDIA H100 datasheet" in run("devices", "h100-80gb").out
     assert "h100-80gb" in run("devices").out
+
+
+NARROW: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "devices": (("devices",), tuple(known_devices())),
+    "one device": (("devices", "h100-80gb"), ("host_link_bytes_per_second", "flops_per_second.bf16")),
+    "show": (
+        ("show", TINY, "--mode", "full", "--device", "h100-80gb"),
+        ("_scaled_dot_product_flash_attention_for_cpu", "post_attention_layernorm", "self_attn.q_proj", "16.0 KiB"),
+    ),
+    "fit": (
+        ("fit", "mine:make", "--device", "h100-80gb", "--budget", "700KiB", "--frontier", "2", "--out", "p/plan.json"),
+        ("save everything", 'actmem.apply(model, actmem.FromPlan("p/plan.json"))', "activations outside the blocks"),
+    ),
+    "measure": (
+        ("measure", TINY, "--mode", "selective:attention,every_second(matmul)", "--sequence", "16", "--on", "cpu"),
+        ("Selective(save=['attention', every_second('matmul')])", "measured peak", "under the mode"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NARROW)
+def test_on_80_columns_every_name_and_every_number_stays_whole(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
+) -> None:
+    (tmp_path / "p").mkdir()
+    monkeypatch.setenv("COLUMNS", "80")
+    words, wanted = NARROW[case]
+    asked = run(*words)
+    assert asked.code == 0, asked.err
+    for name in wanted:
+        assert name in asked.out
+    if case != "measure":  # whose seconds differ from run to run
+        monkeypatch.setenv("COLUMNS", "300")
+        assert whole_words(run(*words).out) <= whole_words(asked.out)
+
+
+def whole_words(text: str) -> set[str]:
+    return {word.strip(",:-─") for word in text.split()}

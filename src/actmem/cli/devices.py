@@ -39,37 +39,38 @@ def show(shown: DevicesShown, screen: Screen) -> None:
     if len(shown.devices) == 1:
         only = shown.devices[0]
         screen.out.print(f"{only.key}: {only.name}\n", markup=False)
-        made = table("", "figure", "value", "source", num_texts=3)
+        made = table("", "figure", "value", "source", num_texts=3, copied=("figure", "value"))
         for name, source in only.sources.items():
             made.add_row(name, _figure(only, name), source)
         screen.out.print(made)
         return
-    made = table("", "device", "name", "memory", "bf16 dense", "bandwidth", "to the host", num_texts=2)
+    figures = "memory\nGB", "bf16\nTFLOP/s", "bandwidth\nTB/s", "host link\nGB/s"
+    made = table("", "device", "name", *figures, num_texts=2, copied=("device",))
     for each in shown.devices:
         made.add_row(
             each.key,
             each.name,
-            f"{each.memory_bytes / 1e9:g} GB",
-            _rate(each.flops_per_second.get("bf16"), 1e12, "TFLOP/s"),
-            _rate(each.memory_bytes_per_second, 1e12, "TB/s"),
-            _rate(each.host_link_bytes_per_second, 1e9, "GB/s"),
+            f"{each.memory_bytes / 1e9:g}",
+            _rate(each.flops_per_second.get("bf16"), 1e12),
+            _rate(each.memory_bytes_per_second, 1e12),
+            _rate(each.host_link_bytes_per_second, 1e9),
         )
     screen.out.print(made)
     screen.out.print(
-        "As the makers state them, decimal. `actmem devices NAME` has the source of each figure. Another device goes "
-        "into a TOML file that ACTMEM_DEVICES names. `this` is this machine, measured.",
+        "As the makers state them, decimal; bf16 without sparsity. `actmem devices NAME` has the source of each figure. "
+        "Another device goes into a TOML file that ACTMEM_DEVICES names. `this` is this machine, measured.",
         markup=False,
     )
 
 
-def _rate(value: float | None, scale: float, unit: str) -> str:
-    return "-" if value is None else f"{value / scale:g} {unit}"
+def _rate(value: float | None, scale: float) -> str:
+    return "-" if value is None else f"{value / scale:g}"
 
 
 def _figure(found: DeviceShown, name: str) -> str:
     group, _, key = name.partition(".")
     if group == "flops_per_second":
-        return _rate(found.flops_per_second[key], 1e12, "TFLOP/s")
+        return f"{_rate(found.flops_per_second[key], 1e12)} TFLOP/s"
     if group in ("attainable", "nvme"):
         from_device = getattr(device(found.key), group)
         return f"{getattr(from_device, key):g}"

@@ -175,10 +175,8 @@ def show(shown: FitShown, screen: Screen) -> None:
     saved = shown.written.get("plan")
     use = f'actmem.FromPlan("{saved}")' if saved else "plan"
     more = "" if saved else "; --out plan.json writes it"
-    out.print(
-        f"the plan has {len(rules)} rule{'' if len(rules) == 1 else 's'}{more}. Use it: actmem.apply(model, {use})",
-        markup=False,
-    )
+    out.print(f"the plan has {len(rules)} rule{'' if len(rules) == 1 else 's'}{more}. Use it:", markup=False)
+    screen.copied("  ", f"actmem.apply(model, {use})")
     for what, path in shown.written.items():
         screen.note(f"wrote the {what}: {path}")
 

@@ -134,7 +134,7 @@ def _seconds(step: Callable[[], None]) -> float:
 
 def show(shown: MeasureShown, screen: Screen) -> None:
     """Print the outcome as a table."""
-    columns = {"plain": shown.plain} | ({} if shown.under_mode is None else {str(shown.mode): shown.under_mode})
+    columns = {"plain": shown.plain} | ({} if shown.under_mode is None else {"under the mode": shown.under_mode})
     made = table(f"one step of {shown.model.name} on {shown.on}", "", *columns)
     rows: list[tuple[str, list[str]]] = [
         ("measured peak", [size(m.peak_bytes) for m in columns.values()]),
@@ -152,8 +152,10 @@ def show(shown: MeasureShown, screen: Screen) -> None:
     for name, cells in rows:
         made.add_row(name, *cells)
     screen.out.print(made)
+    if shown.mode is not None:
+        screen.out.print(f"the mode: {shown.mode}", markup=False)
     for name, m in columns.items():
-        screen.out.print(f"peak of {name}: at {m.peak_at}", markup=False)
+        screen.out.print(f"peak, {name}: at {m.peak_at}", markup=False)
 
 
 # --- verify -----------------------------------------------------------------------------------------------------------

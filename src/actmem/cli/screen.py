@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from textwrap import wrap
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -24,10 +25,51 @@ class _Console(Console):
 
 
 class _Table(Table):
+    """A table whose names and numbers are never divided: where it is too wide, each row becomes a few lines."""
+
+    def __init__(self, heading: str) -> None:
+        super().__init__(box=SIMPLE_HEAD)
+        self._heading = heading
+        self._texts: list[tuple[str, ...]] = []
+
     @override
     def add_row(self, *cells: Any, **options: Any) -> None:
         """Take texts as they are: a name of a module or a folder may have brackets, which rich takes for markup."""
-        super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+        texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
+        self._texts.append(tuple(str(text) for text in texts))
+        super().add_row(*texts, **options)
+
+    @override
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._heading:
+            yield from _wrapped(self._heading, options.max_width, style="bold")
+        for nth, column in enumerate(self.columns):
+            texts = [str(column.header), *(row[nth] for row in self._texts)]
+            parts = [part for text in texts for part in (text.splitlines() if column.no_wrap else text.split())]
+            column.min_width = max([column.min_width or 0, *map(len, parts)])
+        if sum((column.min_width or 0) + 3 for column in self.columns) < options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        first, *others = [" ".join(str(column.header).split()) for column in self.columns]
+        yield from _wrapped(f"{first}: {', '.join(others)}", options.max_width, before="  ", style="dim")
+        for name, *cells in self._texts:
+            yield Text(f"  {name}")
+            said = ", ".join(cell for cell in cells if cell not in ("", "-"))
+            yield from _wrapped(said, options.max_width, before="      ")
+        yield Text("")
+
+
+def _wrapped(text: str, width: int, *, before: str = "", style: str = "") -> Iterator[Text]:
+    """Divide a text between words only. Rich leaves it to the terminal where the output is not one."""
+    lines = wrap(
+        text,
+        width,
+        initial_indent=before,
+        subsequent_indent=before,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return (Text(line, style=style) for line in lines)
 
 
 class Screen:
@@ -39,8 +81,8 @@ class Screen:
         self.notes = _Console(file=sys.stderr, highlight=False, soft_wrap=not sys.stderr.isatty())
 
     def note(self, text: str) -> None:
-        """Say something beside the result."""
-        self.notes.print(text, markup=False)
+        """Say something beside the result. It may end in a path, so it is not divided."""
+        self.notes.print(text, markup=False, soft_wrap=True)
 
     def copied(self, before: str, line: str) -> None:
         """Print a line that is to be copied: it is never divided, however narrow the terminal is."""
@@ -63,13 +105,20 @@ class Screen:
             yield told
 
 
-def table(title: str, *columns: str, num_texts: int = 1) -> Table:
-    """Begin a table whose first columns are texts, and the others numbers."""
-    made = _Table(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD)
+def table(title: str, *columns: str, num_texts: int = 1, copied: Sequence[str] = ()) -> Table:
+    """Begin a table whose first columns are texts, and the others numbers.
+
+    Args:
+        title: what stands above it.
+        columns: the headers.
+        num_texts: how many of the columns are texts, whose words may stand on several lines.
+        copied: the texts among them that a reader copies, such as names of devices: they stay whole, as numbers do.
+    """
+    made = _Table(title)
     for nth, column in enumerate(columns):
         text = nth < num_texts
         options: dict[str, Any] = {"min_width": 9} if text else {"min_width": 7, "justify": "right"}
-        made.add_column(Text(column), overflow="fold", **options)
+        made.add_column(Text(column), overflow="fold", no_wrap=not text or column in copied, **options)
     return made
 
 

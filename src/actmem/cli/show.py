@@ -170,7 +170,9 @@ def _table(group: Group, *, timed: bool) -> object:
     which = first if num == 1 else f"{num} equal layers, {first} ... {last}"
     each = "" if num == 1 else "each "
     title = f"{which}: {each}holds {size(group.held_bytes)}, replays {flops_text(group.replayed_flops)}"
-    made = table(title, "operator", "module", "decision", "outcome", "bytes", "cost", num_texts=4)
+    made = table(
+        title, "operator", "module", "decision", "outcome", "bytes", "cost", num_texts=4, copied=("operator", "module")
+    )
     for row in group.rows:
         cost = seconds_text(row.seconds) if timed and row.seconds is not None else flops_text(row.flops)
         made.add_row(

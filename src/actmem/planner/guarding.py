@@ -92,7 +92,7 @@ class Guard:
             ModeError: it is `opaque`: no dict and no tuple alone could hand it to the model; or it has no loss.
         """
         if opaque:
-            raise ModeError("the model takes any number of arguments, and some are given by name")
+            raise ModeError("the model takes any number of arguments, and some are given by name. Give all by name.")
         predicted = self._plan.predicted
         assert predicted is not None
         name, _, dtype = predicted.optimizer.partition(", ")
