@@ -175,6 +175,8 @@ class Predicted:
     """The tensors of the example, such as `input_ids int64 [1, 8192]`."""
     peak_at: str = ""
     """Which operator, and in which block."""
+    peak_words: tuple[str, ...] = ()
+    """Where the peak is, what it consists of, and what would lower it: a sentence each."""
     headroom: float = 0.0
     """The part of the budget that is left to the allocator."""
     microbatches: int = 1
@@ -329,6 +331,7 @@ def _foretold(p: Predicted) -> list[str]:
     bound = f"no plan within the budget is below {p.bound:.4f}x (gap {100 * p.gap:.2f} %)"
     lines = [
         f"predicted peak: {peak:,.1f} MiB of {budget:,.1f} MiB, at {p.peak_at or 'no operator'}",
+        *(f"  {sentence}" for sentence in p.peak_words),
         f"predicted step: {p.step_time_ratio:.4f}x of saving everything on {p.device}; {bound}",
         f"taken for granted: {', '.join(p.shapes) or 'no tensors'}; optimizer {p.optimizer}",
     ]

@@ -189,4 +189,4 @@ def test_on_80_columns_every_name_and_every_number_stays_whole(
 
 
 def whole_words(text: str) -> set[str]:
-    return {word.strip(",:-─") for word in text.split()}
+    return {word.strip(",:-─") for word in text.split()} - {""}

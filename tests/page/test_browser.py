@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from actmem.amounts import size
+from actmem.amounts import UNITS, size
 from actmem.page import write_page
 from actmem.page.data import MeasuredRow, PageData
 from tests.page.conftest import Case
@@ -30,6 +31,13 @@ def browser() -> Iterator[Browser]:
         opened.close()
 
 
+def in_unit_of(num_bytes: int, largest: int) -> str:
+    """Write bytes in the unit of the largest of a column, with as many digits."""
+    unit = size(largest).split()[1]
+    text = f"{num_bytes / UNITS[unit]:.2f}"
+    return f"< 0.01 {unit}" if num_bytes and float(text) == 0 else f"{text} {unit}"
+
+
 class Opened:
     """A page that is open, what it asked for and what it complained about."""
 
@@ -43,7 +51,8 @@ class Opened:
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.goto(path.as_uri())
-        self.data: dict[str, Any] = json.loads(self.page.locator("#data").text_content() or "")
+        self.page.locator("html[data-ready=yes]").wait_for(state="attached")  # it has unpacked itself
+        self.data: dict[str, Any] = json.loads(self.page.evaluate("JSON.stringify(data)"))
 
     @property
     def chosen(self) -> int:
@@ -57,7 +66,7 @@ class Opened:
         )
         for key, value, text in shown:
             path = key.split(".")
-            found: Any = self.data if path[0] in ("modes", "measured") else plan
+            found: Any = self.data if path[0] in ("modes", "measured", "asked_bytes") else plan
             for part in path:
                 found = found[int(part) if part.isdigit() else part]
             assert found == (value if isinstance(found, str) else type(found)(value)), key
@@ -67,7 +76,7 @@ class Opened:
             "[data-category]", "all => all.map(e => [e.dataset.category, e.dataset.bytes, e.lastChild.textContent])"
         )
         assert sum(int(num_bytes) for _, num_bytes, _ in parts) == plan["peak_bytes"]
-        assert all(text == size(int(num_bytes)) for _, num_bytes, text in parts)
+        assert all(text == in_unit_of(int(num_bytes), plan["peak_bytes"]) for _, num_bytes, text in parts)
         assert self.page.locator("#plan").text_content() == plan["plan_json"]
         letters = [
             w[0] for w in self.page.eval_on_selector_all("[data-decision]", "a => a.map(e => e.dataset.decision)")
@@ -133,6 +142,7 @@ def test_every_plan_can_be_chosen_and_shows_its_own_numbers(
 def test_a_point_of_the_frontier_can_be_clicked(browser: Browser, path: Path) -> None:
     opened = Opened(browser, path)
     points = opened.page.locator("#frontier .scatterlayer .trace").first.locator(".point")
+    points.nth(3).scroll_into_view_if_needed()
     box = points.nth(3).bounding_box()
     assert box is not None
     opened.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
@@ -223,12 +233,12 @@ def test_a_narrow_screen_needs_no_sideways_scrolling(browser: Browser, path: Pat
 
 
 @pytest.mark.slow
-def test_a_measurement_stands_in_its_table_and_without_one_the_page_says_how_to_measure(
+def test_a_measurement_stands_in_its_table_and_without_one_there_is_no_empty_card(
     browser: Browser, small: Case, path: Path, tmp_path: Path
 ) -> None:
     opened = Opened(browser, path)
-    assert "Not measured" in opened.page.locator("#measured").inner_text()
-    assert "actmem.measure(" in opened.page.locator("#measured pre").inner_text()
+    assert opened.page.locator("#measured").count() == 0
+    assert "actmem.measure(" in opened.page.locator("section:has(#plan)").inner_text()
     opened.context.close()
     peak = small.plan.predicted.peak_bytes  # type: ignore[union-attr]
     row = MeasuredRow(name="Peak", unit="bytes", predicted=peak, measured=peak + 4096)
@@ -250,4 +260,58 @@ def test_a_model_with_a_single_plan_has_a_page_too(browser: Browser, small: Case
     opened.check()
     assert "no other budget gives another plan" in opened.page.locator("#note-frontier").inner_text()
     assert opened.complaints == []
+    opened.context.close()
+
+
+def test_a_plan_that_is_larger_than_the_card_is_warned_of(browser: Browser, small: Case, tmp_path: Path) -> None:
+    between = (small.data.plans[0].peak_bytes + small.data.plans[-1].peak_bytes) // 2
+    data = small.data.model_copy(update={"device_bytes": between, "device_name": "a small card"})
+    opened = Opened(browser, written(data, tmp_path))
+    warning = opened.page.locator("#warning")
+    opened.page.locator("#budget").press("Home")
+    assert not warning.is_visible()
+    opened.page.locator("#budget").press("End")
+    over = size(opened.data["plans"][-1]["peak_bytes"] - between)
+    assert (
+        warning.inner_text() == f"This plan does not fit: its peak is {over} above the {size(between)} of a small card."
+    )
+    opened.context.close()
+
+
+def test_the_headline_names_the_budget_that_was_asked_for_and_the_peak_is_told_in_words(
+    browser: Browser, small: Case, tmp_path: Path
+) -> None:
+    opened = Opened(browser, written(small.data.model_copy(update={"asked_bytes": 3 * 2**20}), tmp_path))
+    assert "within the 3.0 MiB that were asked for" in opened.page.locator("#headline").inner_text()
+    words = next(view for view in small.data.plans if view.asked).peak_words
+    assert opened.page.locator("#peak p").all_inner_texts() == words
+    assert words[0].startswith("The peak of ") and words[-1].startswith("What would lower it: ")
+    opened.page.locator("#budget").press("End")
+    assert "(3.0 MiB were asked for)" in opened.page.locator("#headline").inner_text()
+    assert opened.page.locator("#peak p").all_inner_texts() == small.data.plans[-1].peak_words
+    opened.context.close()
+
+
+def test_the_memory_can_be_drawn_over_time(browser: Browser, path: Path) -> None:
+    opened = Opened(browser, path)
+    drawn = "document.getElementById('memory').data.at(-2).x"
+    curve = opened.data["plans"][opened.chosen]["curve"]
+    assert opened.page.evaluate(drawn) == [moment + 1 for moment in curve["moments"]]
+    opened.page.locator("input[value=time]").check()
+    over_time = opened.page.evaluate(drawn)
+    scale = curve["seconds"][-1] / over_time[-1]
+    assert over_time == pytest.approx([seconds / scale for seconds in curve["seconds"]])
+    assert "time by the roofline" in opened.page.locator("#memory").inner_text()
+    opened.check()
+    assert opened.complaints == []
+    opened.context.close()
+
+
+def test_ratios_have_equally_many_digits(browser: Browser, path: Path) -> None:
+    opened = Opened(browser, path)
+    for key in ("Home", "End"):
+        opened.page.locator("#budget").press(key)
+        shown = opened.page.locator("[data-key$=step_time_ratio], [data-key=bound]").all_inner_texts()
+        assert len(shown) > 5
+        assert all(re.fullmatch(r"\d\.\d{4}\N{MULTIPLICATION SIGN}", text) for text in shown), shown
     opened.context.close()

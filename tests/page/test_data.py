@@ -12,14 +12,14 @@ import actmem
 from actmem import catalogue
 from actmem.page import build
 from actmem.page.blocks import groups, kinds
-from actmem.page.categories import program
 from actmem.page.curves import NUM_DRAWN
-from actmem.page.walking import Ground, walk
 from actmem.plan import Plan
+from actmem.planner.categories import program
 from actmem.planner.costing import cost_seconds
 from actmem.planner.fitting import fit_profile
 from actmem.planner.following import follow
 from actmem.planner.predicting import plan_of
+from actmem.planner.walking import Ground, walk
 from tests.page.conftest import DEVICE, Case, batch, stack
 
 CASES = ("small", "llama")

@@ -57,7 +57,7 @@ def show(shown: DevicesShown, screen: Screen) -> None:
         )
     screen.out.print(made)
     screen.out.print(
-        "As the makers state them, decimal; bf16 without sparsity. `actmem devices NAME` has the source of each figure. "
+        "As the makers state them, decimal; bf16 without sparsity. `actmem devices NAME` has the source of each. "
         "Another device goes into a TOML file that ACTMEM_DEVICES names. `this` is this machine, measured.",
         markup=False,
     )

@@ -9,9 +9,9 @@ import actmem
 from actmem.amounts import parse_budget, size
 from actmem.cli.commands import Fit
 from actmem.cli.devices import device_shown
-from actmem.cli.failing import Mistakes
+from actmem.cli.failing import Mistakes, shown_message
 from actmem.cli.loading import load
-from actmem.cli.parts import CATEGORIES, parts_of
+from actmem.cli.parts import parts_of
 from actmem.cli.schema import FitShown, Point
 from actmem.cli.screen import Screen, flops_text, ratio_text, seconds_text, table
 from actmem.cli.shared import check_planning, described, document_of, measured, options_of
@@ -20,9 +20,10 @@ from actmem.devices import Device
 from actmem.errors import ModeError
 from actmem.plan import Plan, Predicted
 from actmem.planner import frontier as planner_frontier
+from actmem.planner.categories import NAMES
 from actmem.planner.choosing import is_accelerator
 from actmem.planner.costing import cost_seconds, step_seconds
-from actmem.planner.fitting import fit_profile
+from actmem.planner.fitting import explained, fit_profile
 from actmem.planner.frontier import NAMED
 from actmem.profiles import Profile
 
@@ -51,6 +52,7 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
     with screen.progress("looking for the best plan"):
         budget_bytes = int(asked_bytes * (1 - headroom))
         plan = fit_profile([profile], budget_bytes, device, offload=asked.offload, headroom=headroom)
+        plan = explained(plan, [profile], device)
         parts, _ = parts_of(profile, plan)
     assert plan.predicted is not None
     modes, points = _curve(profile, device, plan.predicted, asked.frontier, screen)
@@ -64,6 +66,7 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
         budget_bytes=p.budget_bytes,
         peak_bytes=p.peak_bytes,
         peak_at=p.peak_at,
+        peak_words=p.peak_words,
         parts=parts,
         step_seconds=step_seconds(profile, cost_seconds(profile, device)),
         step_time_ratio=p.step_time_ratio,
@@ -132,7 +135,15 @@ def _write(asked: Fit, profile: Profile, plan: Plan, device: Device, screen: Scr
         from actmem.page import build, write_page
 
         with screen.progress("solving the plans of the page") as told:
-            data = build(profile, plan, device, name=asked.model, offload=asked.offload, progress=told)
+            data = build(
+                profile,
+                plan,
+                device,
+                name=asked.model,
+                asked_bytes=parse_budget(asked.budget, device_bytes=device.memory_bytes),
+                offload=asked.offload,
+                progress=told,
+            )
             write_page(data, asked.report)
         written["report"] = str(asked.report)
     if asked.timeline is not None:
@@ -164,6 +175,9 @@ def show(shown: FitShown, screen: Screen) -> None:
         f"proof            no plan in this budget is below {shown.bound:.4f}x: the gap is at most {shown.gap:.2%}\n",
         markup=False,
     )
+    for sentence in shown.peak_words:
+        screen.paragraph(shown_message(ModeError(sentence)))
+    out.print()
     out.print(_points("beside it: the named modes", "mode", shown.modes))
     if shown.frontier:
         numbered = [
@@ -186,7 +200,7 @@ def _breakdown(shown: FitShown) -> object:
     for part in shown.parts:
         if part.num_bytes:
             share = f"{part.num_bytes / shown.peak_bytes:.1%}"
-            made.add_row(CATEGORIES[part.category], size(part.num_bytes), share)
+            made.add_row(NAMES[part.category], size(part.num_bytes), share)
     made.add_section()
     made.add_row("peak", size(shown.peak_bytes), "")
     return made

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from actmem.amounts import size
 from actmem.cli.schema import Part
-from actmem.page.walking import Ground, walk
 from actmem.plan import Plan
+from actmem.planner.categories import NAMES
 from actmem.planner.simulating import Simulated
+from actmem.planner.walking import Ground, walk
 from actmem.profiles import Profile
 
-__all__ = ["CATEGORIES", "parts_of", "parts_text"]
-
-CATEGORIES = {
-    "parameters": "parameters",
-    "buffers": "buffers",
-    "optimizer": "optimizer state",
-    "gradients": "gradients",
-    "outside": "activations outside the blocks",
-    "saved": "saved activations",
-    "replayed": "replayed activations",
-    "transfers": "on the way to or from elsewhere",
-    "temporary": "temporaries",
-}
-"""The parts, with what they are called in a table. NOTE [ Categories ] in page/categories.py says what they are."""
+__all__ = ["parts_of", "parts_text"]
 
 
 def parts_of(profile: Profile, plan: Plan) -> tuple[tuple[Part, ...], Simulated]:
@@ -39,7 +27,7 @@ def parts_of(profile: Profile, plan: Plan) -> tuple[tuple[Part, ...], Simulated]
     if moments.peak < 0:
         return (), simulated
     found = moments.constant_bytes | {c: series[moments.peak] for c, series in moments.by_category.items()}
-    return tuple(Part(category=c, num_bytes=found[c]) for c in CATEGORIES), simulated
+    return tuple(Part(category=c, num_bytes=found[c]) for c in NAMES), simulated
 
 
 def parts_text(parts: tuple[Part, ...]) -> str:
@@ -48,4 +36,4 @@ def parts_text(parts: tuple[Part, ...]) -> str:
     >>> parts_text((Part(category="saved", num_bytes=2048), Part(category="buffers", num_bytes=0)))
     'saved activations 2.0 KiB'
     """
-    return ", ".join(f"{CATEGORIES[part.category]} {size(part.num_bytes)}" for part in parts if part.num_bytes)
+    return ", ".join(f"{NAMES[part.category]} {size(part.num_bytes)}" for part in parts if part.num_bytes)

@@ -97,6 +97,8 @@ class FitShown(Document):
     peak_bytes: int
     """The predicted peak of the plan."""
     peak_at: str
+    peak_words: tuple[str, ...]
+    """Where the peak is, what it consists of, and what would lower it: a sentence each."""
     parts: tuple[Part, ...]
     """What the peak is made of. The sum is `peak_bytes`."""
     step_seconds: float

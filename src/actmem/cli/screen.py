@@ -84,6 +84,11 @@ class Screen:
         """Say something beside the result. It may end in a path, so it is not divided."""
         self.notes.print(text, markup=False, soft_wrap=True)
 
+    def paragraph(self, text: str) -> None:
+        """Print a sentence, divided between words only."""
+        for line in _wrapped(text, self.out.width):
+            self.out.print(line)
+
     def copied(self, before: str, line: str) -> None:
         """Print a line that is to be copied: it is never divided, however narrow the terminal is."""
         self.out.print(f"{before}{line}", markup=False, soft_wrap=True)

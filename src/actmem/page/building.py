@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from actmem.amounts import size
@@ -12,12 +13,13 @@ from actmem.page.blocks import groups, kinds
 from actmem.page.curves import Labels, curve
 from actmem.page.data import MeasuredRow, ModeView, PageData, PlanView
 from actmem.page.solving import foretold, solved
-from actmem.page.walking import Ground, Moments, walk
 from actmem.plan import Plan
 from actmem.planner.choosing import dtypes_of, resolved
 from actmem.planner.costing import cost_seconds, step_seconds
+from actmem.planner.peaks import peak_words
 from actmem.planner.predicting import Prediction, plan_of, prediction
 from actmem.planner.simulating import Simulated
+from actmem.planner.walking import Ground, Moments, walk
 from actmem.profiles import Profile
 from actmem.settings import Offload
 
@@ -31,6 +33,7 @@ def build(
     *,
     name: str,
     num_plans: int = 24,
+    asked_bytes: int | None = None,
     offload: str | Offload | None = None,
     measured: Measurement | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -43,6 +46,7 @@ def build(
         device: whose speed to take. Left out: this machine.
         name: what the model is called.
         num_plans: how many different plans to look for. There are fewer where a model has no more.
+        asked_bytes: the budget before the headroom was taken off. Default: worked out from the plan.
         offload: where values may be sent in the other plans, as for `fit`.
         measured: what `measure` found under `plan`, if it was run.
         progress: is told how many plans are solved, of how many.
@@ -87,6 +91,7 @@ def build(
         device=known.key,
         device_name=known.name,
         device_bytes=known.memory_bytes,
+        asked_bytes=asked_bytes or math.ceil(asked.predicted.budget_bytes / (1 - asked.predicted.headroom)),
         shapes=list(profile.shapes),
         optimizer=profile.optimizer,
         microbatches=profile.microbatches,
@@ -132,6 +137,7 @@ def _view(
         headroom=told.headroom,
         peak_bytes=told.peak_bytes,
         peak_at=told.peak_at,
+        peak_words=list(peak_words(profile, plan, walked)),
         step_time_ratio=told.step_time_ratio,
         bound=told.bound,
         gap=told.gap,
@@ -140,7 +146,7 @@ def _view(
         replay_seconds=found.replay_seconds,
         saved_bytes=found.saved_bytes,
         sent_bytes=found.sent_bytes,
-        curve=curve(moments, labels),
+        curve=curve(moments, labels, seconds),
         groups=groups(profile, simulated, seconds),
         plan_json=plan.to_json(),
     )

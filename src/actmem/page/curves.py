@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from actmem.page.data import Curve, Label
-from actmem.page.walking import Moments
+from actmem.planner.walking import Moments
 from actmem.profiles import Profile
 
 __all__ = ["NUM_DRAWN", "Labels", "curve"]
@@ -32,13 +35,14 @@ class Labels:
         return self._known[key]
 
 
-def curve(moments: Moments, labels: Labels) -> Curve:
+def curve(moments: Moments, labels: Labels, seconds: Sequence[float]) -> Curve:
     """Return the curve of a step. Of each run of moments the highest and the lowest are kept, so the peak is, too."""
     totals, num = moments.totals, len(moments.totals)
     bucket = 1 if num <= NUM_DRAWN else -(-2 * num // NUM_DRAWN)
     drawn = list(range(num)) if bucket == 1 else _thinned(totals, bucket)
     backward = next((n for n, phase in enumerate(moments.phases) if phase != "forward"), num)
     end = next((n for n in range(backward, num) if moments.phases[n] == "optimizer"), num)
+    clock = [0.0, *itertools.accumulate(seconds[cost] for cost in moments.costs)]
     return Curve(
         num_moments=num,
         bucket=bucket,
@@ -48,6 +52,10 @@ def curve(moments: Moments, labels: Labels) -> Curve:
         peak=drawn.index(moments.peak),
         backward=backward,
         end=end,
+        seconds=[float(f"{clock[at + 1]:.6g}") for at in drawn],
+        backward_seconds=clock[backward],
+        end_seconds=clock[end],
+        total_seconds=clock[-1],
     )
 
 

@@ -19,7 +19,7 @@ __all__ = [
     "PlanView",
 ]
 
-PAGE_VERSION = 1
+PAGE_VERSION = 2
 """The version of the embedded data's form."""
 
 
@@ -57,6 +57,14 @@ class Curve(_Data):
     """The first moment of backward."""
     end: int
     """The first moment after it."""
+    seconds: list[float]
+    """When the operators of the drawn moments have run, by the device's roofline, from the beginning of the step."""
+    backward_seconds: float
+    """When backward begins."""
+    end_seconds: float
+    """When it has ended."""
+    total_seconds: float
+    """When the step has ended."""
 
 
 class BlockOperator(_Data):
@@ -110,6 +118,8 @@ class PlanView(_Data):
     """The part of the budget that was taken off before, for the allocator."""
     peak_bytes: int
     peak_at: str
+    peak_words: list[str]
+    """Where the peak is, what it consists of and what would lower it: a sentence each."""
     step_time_ratio: float
     """Against saving everything."""
     bound: float
@@ -154,6 +164,8 @@ class PageData(_Data):
     device: str
     device_name: str
     device_bytes: int
+    asked_bytes: int
+    """The budget as it was asked for, headroom included."""
     shapes: list[str]
     optimizer: str
     microbatches: int

@@ -10,11 +10,11 @@ from typing import Any
 
 from actmem.devices import Device
 from actmem.errors import ModeError
-from actmem.page.walking import Ground, Moments, walk
 from actmem.plan import Plan
 from actmem.planner.choosing import resolved
 from actmem.planner.costing import cost_seconds
 from actmem.planner.predicting import plan_of
+from actmem.planner.walking import Ground, Moments, walk
 from actmem.profiles import Profile
 
 __all__ = ["timeline", "write_timeline"]

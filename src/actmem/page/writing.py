@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import importlib
 import os
 from importlib import resources
@@ -58,15 +60,18 @@ def render(data: PageData) -> str:
     def read(name: str) -> str:
         return (assets / name).read_text(encoding="utf-8")
 
-    # Inside a script element only "</" and "<!--" mean something; as JSON text "\\u003c" is the same character.
-    embedded = data.model_dump_json().replace("<", "\\u003c")
     return environment.from_string(read("page.html.jinja")).render(
         data=data,
-        embedded=embedded,
+        embedded=_packed(data.model_dump_json()),
         style=read("page.css"),
-        plotly=offline.get_plotlyjs(),
+        plotly=_packed(offline.get_plotlyjs()),
         scripts="\n".join(read(name) for name in _SCRIPTS),
     )
+
+
+def _packed(text: str) -> str:
+    """Compress a text, and write it in letters that mean nothing to HTML; the page unpacks it."""
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
 
 
 def _import(name: str) -> Any:

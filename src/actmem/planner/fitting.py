@@ -18,6 +18,7 @@ from actmem.planner.choosing import is_accelerator, resolved
 from actmem.planner.costing import cost_seconds, step_seconds
 from actmem.planner.deciding import decisions
 from actmem.planner.following import follow
+from actmem.planner.peaks import peak_words
 from actmem.planner.refusing import refusal
 from actmem.planner.simulating import Simulated, simulate
 from actmem.planner.solve import Keeps, Link, Solution, really_kept, solve
@@ -27,7 +28,7 @@ from actmem.profiling.stepping import profiles
 from actmem.settings import Offload
 from actmem.structure import check_module
 
-__all__ = ["fit", "fit_profile", "named_keeps"]
+__all__ = ["explained", "fit", "fit_profile", "named_keeps"]
 
 
 def fit(
@@ -118,7 +119,17 @@ def fit(
         microbatches=microbatches,
         shard=shard,
     )
-    return fit_profile(found, budget_bytes, known, offload=offload, headroom=headroom, time_limit=time_limit)
+    plan = fit_profile(found, budget_bytes, known, offload=offload, headroom=headroom, time_limit=time_limit)
+    return explained(plan, found, known)
+
+
+def explained(plan: Plan, made_for: Sequence[Profile], known: Device) -> Plan:
+    """Add the peak in words to a plan that was made for one of these profiles."""
+    predicted = plan.predicted
+    assert predicted is not None
+    chief = next(p for p in made_for if p.shapes == predicted.shapes)
+    words = peak_words(chief, plan, accelerator=is_accelerator(known))
+    return replace(plan, predicted=replace(predicted, peak_words=words))
 
 
 def fit_profile(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from actmem.devices import Device
 from actmem.errors import PlanError
@@ -11,6 +11,7 @@ from actmem.plan import Plan
 from actmem.planner.choosing import dtypes_of, resolved
 from actmem.planner.costing import cost_seconds, step_seconds
 from actmem.planner.following import follow
+from actmem.planner.peaks import peak_words
 from actmem.planner.simulating import Simulated
 from actmem.profiles import Profile
 
@@ -39,6 +40,17 @@ class Prediction:
     """What is sent away, and comes back."""
     timeline: tuple[int, ...]
     """Bytes alive after each operator, in the order of time."""
+    step: tuple[Profile, Plan] | None = field(default=None, repr=False, compare=False)
+    """What was predicted, from which the words are made."""
+
+    @property
+    def peak_words(self) -> tuple[str, ...]:
+        """Where the peak is, what it consists of, and what would lower it: a sentence each."""
+        return () if self.step is None else peak_words(*self.step)
+
+    def __str__(self) -> str:
+        ratio = f"step {self.step_time_ratio:.3f}x of saving everything, {self.num_replayed} operators run again"
+        return "\n".join([*self.peak_words, ratio])
 
     @property
     def step_time_ratio(self) -> float:
@@ -63,7 +75,7 @@ def predict(profile: Profile, plan: Plan | Mode, device: Device | str | None = N
     plan = plan_of(profile, plan)
     simulated = follow(profile, plan, timeline=True)
     seconds = cost_seconds(profile, resolved(device, dtypes_of(profile)))
-    return prediction(profile, simulated, seconds)
+    return replace(prediction(profile, simulated, seconds), step=(profile, plan))
 
 
 def prediction(profile: Profile, simulated: Simulated, seconds: list[float]) -> Prediction:

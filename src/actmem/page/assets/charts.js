@@ -41,8 +41,17 @@ function bytesAt(data, curve, at) {
     c in curve.series || c in data.constant_bytes);
 }
 
-function drawMemory(figure, data, plan) {
-  const curve = plan.curve, [name, scale] = unit(plan.peak_bytes), x = curve.moments.map((moment) => moment + 1);
+// A unit for the time of a step, and what to divide by.
+function clock(curve) {
+  return curve.total_seconds >= 1 ? ["s", 1] : curve.total_seconds >= 1e-3 ? ["ms", 1e-3] : ["µs", 1e-6];
+}
+
+function drawMemory(figure, data, plan, axis) {
+  const curve = plan.curve, [name, scale] = unit(plan.peak_bytes), byTime = axis === "time";
+  const [tick, last] = byTime ? clock(curve) : ["", curve.num_moments];
+  const x = curve.moments.map((moment, at) => (byTime ? curve.seconds[at] / last : moment + 1));
+  const backward = byTime ? curve.backward_seconds / last : curve.backward + 1, end = byTime ? curve.end_seconds / last : curve.end + 1;
+  const whole = byTime ? curve.total_seconds / last : curve.num_moments, start = byTime ? 0 : 1;
   const total = curve.moments.map((_, at) => bytesAt(data, curve, at).reduce((sum, [, bytes]) => sum + bytes, 0));
   const traces = bytesAt(data, curve, 0).map(([c]) => ({
     type: "scatter", mode: "lines", stackgroup: "all", name: WORDS[c], x, hoverinfo: "skip",
@@ -56,10 +65,10 @@ function drawMemory(figure, data, plan) {
     text: x.map((_, at) => {
       const label = data.labels[curve.labels[at]];
       const parts = bytesAt(data, curve, at).filter(([, bytes]) => bytes).reverse().map(([c, bytes]) => `${WORDS[c]}: ${size(bytes)}`);
-      return `<b>${size(total[at])}</b> after ${short(label.op)}<br>${where(label)}<br>operator ${count(x[at])} of ${count(curve.num_moments)}<br>${parts.join("<br>")}`;
+      return `<b>${size(total[at])}</b> after ${short(label.op)}<br>${where(label)}<br>operator ${count(curve.moments[at] + 1)} of ${count(curve.num_moments)}, at ${duration(curve.seconds[at])}<br>${parts.join("<br>")}`;
     }),
   });
-  const top = data.labels[curve.labels[curve.peak]], left = x[curve.peak] > curve.num_moments / 2;
+  const top = data.labels[curve.labels[curve.peak]], left = x[curve.peak] > whole / 2;
   traces.push({ type: "scatter", mode: "markers", x: [x[curve.peak]], y: [total[curve.peak] / scale], hoverinfo: "skip",
     marker: { size: 9, color: css("--card"), line: { width: 2, color: css("--ink") } } });
   const most = Math.max(plan.peak_bytes, plan.budget_bytes) / scale;
@@ -67,11 +76,12 @@ function drawMemory(figure, data, plan) {
   const phase = (text, from, to) => ({ text, x: (from + to) / 2, y: 1, yref: "paper", yanchor: "bottom", showarrow: false, font: { size: 12 } });
   Plotly.react(figure, traces, layout({
     hovermode: "x", margin: { l: 56, r: 14, t: 30, b: 46 },
-    xaxis: { title: title("operators, in the order in which they run"), range: [1, curve.num_moments], tickformat: ",d" },
+    xaxis: byTime ? { title: title(`time by the roofline, ${tick}`), range: [start, whole] }
+      : { title: title("operators, in the order in which they run"), range: [start, whole], tickformat: ",d" },
     yaxis: { title: title(name), range: [0, most * 1.24] },
-    shapes: [rule(curve.backward + 1), rule(curve.end + 1),
+    shapes: [rule(backward), rule(end),
       { type: "line", xref: "paper", x0: 0, x1: 1, y0: plan.budget_bytes / scale, y1: plan.budget_bytes / scale, line: { width: 1.5, color: css("--ink"), dash: "dash" } }],
-    annotations: [phase("forward", 0, curve.backward), phase("backward", curve.backward, curve.end),
+    annotations: [phase("forward", start, backward), phase("backward", backward, end),
       { text: `budget ${size(plan.budget_bytes)}`, xref: "paper", x: left ? 0.005 : 0.995, y: plan.budget_bytes / scale, xanchor: left ? "left" : "right", yanchor: "bottom", showarrow: false, font: { color: css("--ink"), size: 12 } },
       { text: `peak ${size(plan.peak_bytes)}${window.innerWidth < 620 ? "" : `<br>${short(top.op)}`}`, x: x[curve.peak], y: total[curve.peak] / scale, ax: left ? -16 : 16, ay: -34,
         align: "left", xanchor: left ? "right" : "left", arrowcolor: css("--ink"), arrowwidth: 1, arrowhead: 0, bgcolor: css("--card"), bordercolor: css("--line"), borderpad: 4, font: { color: css("--ink"), size: 12 } }],
@@ -96,7 +106,7 @@ function drawFrontier(figure, data, chosen, choose) {
   const shown = [...data.plans, ...data.modes].map(peak), low = Math.min(...shown), high = Math.max(...shown), pad = (high - low) * 0.05 || 1;
   const device = data.device_bytes / scale, inside = device > low - pad && device < high + pad;
   Plotly.react(figure, traces, layout({
-    xaxis: { title: title(`peak, ${name}`), range: [low - pad, high + pad] }, yaxis: { title: title("step time, × saving everything") },
+    xaxis: { title: title(`peak, ${name}`), range: [low - pad, high + pad] }, yaxis: { title: title("step time, × saving everything"), tickformat: ".2f" },
     shapes: inside ? [{ type: "line", x0: device, x1: device, y0: 0, y1: 1, yref: "paper", line: { width: 1.5, color: css("--ink"), dash: "dash" } }] : [],
     annotations: inside ? [{ text: `the device has ${size(data.device_bytes)}`, x: device, y: 1, yref: "paper", xanchor: "left", yanchor: "top", showarrow: false, xshift: 5, font: { color: css("--ink"), size: 12 } }] : [],
   }), OPTIONS);

@@ -19,9 +19,8 @@ function signed(bytes) {
 }
 
 function duration(seconds) {
-  if (seconds === 0) return "0";
-  if (seconds < 1e-3) return `${(seconds * 1e6).toFixed(seconds < 1e-5 ? 2 : 1)} µs`;
-  return seconds < 1 ? `${(seconds * 1e3).toFixed(1)} ms` : `${seconds.toFixed(2)} s`;
+  if (seconds < 1e-3) return `${(seconds * 1e6).toFixed(2)} µs`;
+  return seconds < 1 ? `${(seconds * 1e3).toFixed(2)} ms` : `${seconds.toFixed(2)} s`;
 }
 
 function flops(n) {
@@ -30,9 +29,16 @@ function flops(n) {
   return `${n} FLOP`;
 }
 
-const times = (ratio) => `${ratio.toFixed(ratio < 1.01 ? 4 : 3)}×`;
+const times = (ratio) => `${ratio.toFixed(4)}×`;
 const count = (n) => n.toLocaleString("en-US");
 const percent = (fraction) => `${(100 * fraction).toFixed(2)} %`;
+
+// Bytes in the unit of the largest of them, so that the digits of a column stand below each other.
+function sizeIn(bytes, [name, scale]) {
+  if (scale === 1) return `${bytes} B`;
+  const text = rounded(bytes, scale, 2);
+  return bytes && Number(text) === 0 ? `< 0.01 ${name}` : `${text} ${name}`;
+}
 
 // A unit for an axis, and what to divide by.
 function unit(bytes) {

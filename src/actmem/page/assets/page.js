@@ -1,24 +1,33 @@
 "use strict";
 // Show one of the embedded plans. Nothing here computes a plan, and nothing is interpolated.
-const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
-const asked = data.plans.findIndex((plan) => plan.asked);
-const state = { plan: asked, group: 0 };
+const state = { plan: 0, group: 0, axis: "operators" };
+let data = null, asked = 0;
+
+// The text that an element holds compressed.
+async function unpacked(id) {
+  const bytes = Uint8Array.from(atob(byId(id).textContent), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
 
 function summary(plan) {
   const saved = data.modes.find((mode) => mode.name === "save everything"), full = data.modes.find((mode) => mode.name === "full");
   const field = (key, text) => number(key, plan[key], text);
-  byId("headline").replaceChildren("The step peaks at ", field("peak_bytes", size(plan.peak_bytes)), ", within a budget of ",
-    field("budget_bytes", size(plan.budget_bytes)), ", and takes ", field("step_time_ratio", times(plan.step_time_ratio)), " the time of saving everything.");
+  const wanted = number("asked_bytes", data.asked_bytes, size(data.asked_bytes));
+  const less = plan.headroom && plan.asked ? [" (", field("budget_bytes", size(plan.budget_bytes)), ` after ${(100 * plan.headroom).toFixed(0)} % for the allocator)`] : [];
+  const within = plan.asked ? [", within the ", wanted, " that were asked for", ...less]
+    : [", within a budget of ", field("budget_bytes", size(plan.budget_bytes)), " (", wanted, " were asked for)"];
+  byId("headline").replaceChildren("The step peaks at ", field("peak_bytes", size(plan.peak_bytes)), ...within,
+    ", and takes ", field("step_time_ratio", times(plan.step_time_ratio)), " the time of saving everything.");
   const faster = 1 - plan.step_time_ratio / full.step_time_ratio;
   const words = [];
   if (saved.peak_bytes > plan.peak_bytes) words.push(`Saving everything would need ${size(saved.peak_bytes)}. `);
   if (faster > 0) words.push(`Recomputing every block would make the step ${times(full.step_time_ratio)} as long: this plan takes ${(100 * faster).toFixed(1)} % less. `);
   const proof = plan.gap > 0
-    ? ["It is proven that no plan within this budget is below ", field("bound", `${plan.bound.toFixed(4)}×`), ": at most ", field("gap", percent(plan.gap)), " of a step is left to gain."]
-    : ["It is proven that no plan within this budget is faster (bound ", field("bound", `${plan.bound.toFixed(4)}×`), ", gap ", field("gap", percent(plan.gap)), ")."];
-  if (plan.headroom) words.push(`Of the budget as it was given, ${(100 * plan.headroom).toFixed(0)} % were left to the allocator. `);
+    ? ["It is proven that no plan within this budget is below ", field("bound", times(plan.bound)), ": at most ", field("gap", percent(plan.gap)), " of a step is left to gain."]
+    : ["It is proven that no plan within this budget is faster (bound ", field("bound", times(plan.bound)), ", gap ", field("gap", percent(plan.gap)), ")."];
   byId("certificate").replaceChildren(...words, ...proof);
+  byId("peak").replaceChildren(...plan.peak_words.map((sentence) => make("p", {}, sentence)));
   const tile = (name, value, more) => [make("dt", {}, name), make("dd", {}, value, make("small", {}, more))];
   const tiles = [
     tile("Predicted peak", field("peak_bytes", size(plan.peak_bytes)), field("peak_at", `after ${short(plan.peak_at)}`)),
@@ -43,12 +52,12 @@ function modes(plan) {
 }
 
 function breakdown(plan) {
-  const parts = bytesAt(data, plan.curve, plan.curve.peak), table = byId("breakdown");
+  const parts = bytesAt(data, plan.curve, plan.curve.peak), table = byId("breakdown"), column = unit(plan.peak_bytes);
   table.tBodies[0].replaceChildren(...parts.reverse().map(([c, bytes]) => {
     const swatch = make("span", { class: `swatch ${c}`, style: `background-color:var(${VARIABLE[c] || `--${c}`})` });
-    return make("tr", { "data-category": c, "data-bytes": bytes }, make("td", {}, swatch, WORDS[c]), make("td", { class: "num" }, size(bytes)));
+    return make("tr", { "data-category": c, "data-bytes": bytes }, make("td", {}, swatch, WORDS[c]), make("td", { class: "num" }, sizeIn(bytes, column)));
   }));
-  table.tFoot.replaceChildren(make("tr", {}, make("th", { scope: "row" }, "Peak"), make("td", { class: "num" }, number("peak_bytes", plan.peak_bytes, size(plan.peak_bytes)))));
+  table.tFoot.replaceChildren(make("tr", {}, make("th", { scope: "row" }, "Peak"), make("td", { class: "num" }, sizeIn(plan.peak_bytes, column))));
   const curve = plan.curve, op = data.labels[curve.labels[curve.peak]];
   const drawn = curve.bucket === 1 ? `All ${count(curve.num_moments)} operators are drawn.`
     : `The step runs ${count(curve.num_moments)} operators. Of every ${curve.bucket} in a row the highest and the lowest moment are drawn; the peak is exact.`;
@@ -56,10 +65,7 @@ function breakdown(plan) {
 }
 
 function measured() {
-  if (data.measured === null) {
-    const code = 'with actmem.apply(model, actmem.FromPlan("plan.json")):\n    print(actmem.measure(step, model=model, optimizer=optimizer))';
-    return byId("measured").replaceChildren(make("p", { class: "note" }, "Not measured. Run a step under the plan to compare:"), make("pre", { tabindex: 0, "aria-label": "Lines that measure" }, code));
-  }
+  if (!byId("measured")) return;
   const shown = { bytes: size, flops, count };
   const rows = data.measured.map((row, n) => {
     const by = row.measured - row.predicted, text = by === 0 ? "equal" : `${by < 0 ? "−" : "+"}${shown[row.unit](Math.abs(by))}`;
@@ -71,6 +77,7 @@ function measured() {
 }
 
 function block() {
+  if (!byId("panel")) return;
   const plan = data.plans[state.plan];
   state.group = Math.min(state.group, Math.max(0, plan.groups.length - 1));
   drawTabs(data, plan, state.group, (n) => { state.group = n; block(); });
@@ -85,6 +92,7 @@ function show(n) {
   byId("chosen").replaceChildren(number("budget_bytes", plan.budget_bytes, size(plan.budget_bytes)));
   byId("which").textContent = `Plan ${n + 1} of ${data.plans.length}, each of them solved${plan.asked ? ": the one that was asked for" : ""}. Peak ${size(plan.peak_bytes)}, step ${times(plan.step_time_ratio)}.`;
   byId("asked").disabled = plan.asked;
+  warn(plan);
   summary(plan);
   modes(plan);
   breakdown(plan);
@@ -94,9 +102,18 @@ function show(n) {
   charts();
 }
 
+// Say where a plan does not fit the card, or leaves its allocator less than was asked for.
+function warn(plan) {
+  const room = data.plans[asked].headroom, over = plan.peak_bytes - data.device_bytes;
+  const text = over > 0 ? `This plan does not fit: its peak is ${size(over)} above the ${size(data.device_bytes)} of ${data.device_name}.`
+    : plan.peak_bytes > (1 - room) * data.device_bytes ? `This plan leaves ${size(-over)} of the ${size(data.device_bytes)} of ${data.device_name} to the allocator, less than ${(100 * room).toFixed(0)} %.` : "";
+  byId("warning").textContent = text;
+  byId("warning").hidden = !text;
+}
+
 function charts() {
   drawFrontier(byId("frontier"), data, state.plan, show);
-  drawMemory(byId("memory"), data, data.plans[state.plan]);
+  drawMemory(byId("memory"), data, data.plans[state.plan], state.axis);
 }
 
 function isDark() {
@@ -127,14 +144,29 @@ async function copy() {
   byId("copied").textContent = "Copied.";
 }
 
-const few = data.plans.length < data.num_wanted;
-byId("note-frontier").textContent = `${data.plans.length} different plans, each the fastest that was found for its budget; the line holds until the next one.` +
-  (few ? ` ${data.num_wanted} were looked for: ${data.exhausted ? "no other budget gives another plan" : "more budgets were tried and gave no other"}.` : "") + " Circles with letters are named modes. Click a point, or move the budget, to choose a plan.";
-byId("budget").addEventListener("input", (event) => show(Number(event.target.value)));
-byId("asked").addEventListener("click", () => show(asked));
-byId("copy").addEventListener("click", copy);
-byId("theme").addEventListener("click", () => { document.documentElement.dataset.theme = isDark() ? "light" : "dark"; theme(); charts(); });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { theme(); charts(); });
-theme();
-measured();
-show(asked);
+async function start() {
+  if (typeof DecompressionStream === "undefined") {
+    byId("headline").textContent = "This browser is too old to unpack the page. Open it in Firefox 113, Safari 16.4, Chrome 80 or a later one.";
+    return;
+  }
+  const [text, library] = await Promise.all([unpacked("data"), unpacked("plotly")]);
+  document.head.append(Object.assign(document.createElement("script"), { textContent: library }));
+  data = JSON.parse(text);
+  asked = data.plans.findIndex((plan) => plan.asked);
+  const few = data.plans.length < data.num_wanted;
+  byId("note-frontier").textContent = `${data.plans.length} different plans, each the fastest that was found for its budget; the line holds until the next one.` +
+    (few ? ` ${data.num_wanted} were looked for: ${data.exhausted ? "no other budget gives another plan" : "more budgets were tried and gave no other"}.` : "") + " Circles with letters are named modes. Click a point, or move the budget, to choose a plan.";
+  byId("budget").addEventListener("input", (event) => show(Number(event.target.value)));
+  byId("asked").addEventListener("click", () => show(asked));
+  byId("copy").addEventListener("click", copy);
+  byId("theme").addEventListener("click", () => { document.documentElement.dataset.theme = isDark() ? "light" : "dark"; theme(); charts(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { theme(); charts(); });
+  for (const choice of document.querySelectorAll("input[name=axis]"))
+    choice.addEventListener("change", () => { state.axis = choice.value; charts(); });
+  theme();
+  measured();
+  show(asked);
+  document.documentElement.dataset.ready = "yes";
+}
+
+start();

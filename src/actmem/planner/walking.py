@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actmem.page.categories import VARYING, Program, program
 from actmem.plan import Plan
+from actmem.planner.categories import VARYING, Program, program
 from actmem.planner.deciding import decisions, inputs_sent
 from actmem.planner.emulating import Emulated, Room
 from actmem.planner.following import follow, under_way

@@ -21,12 +21,25 @@ from dataclasses import dataclass
 
 from actmem.profiles import Profile
 
-__all__ = ["CONSTANT", "VARYING", "Program", "program"]
+__all__ = ["CONSTANT", "NAMES", "VARYING", "Program", "program"]
 
 CONSTANT = ("parameters", "buffers", "optimizer")
 """Categories that are the same all through the step."""
 VARYING = ("gradients", "outside", "saved", "replayed", "transfers", "temporary")
 """Categories that come and go, in the order in which they are stacked."""
+
+NAMES = {
+    "parameters": "parameters",
+    "buffers": "buffers",
+    "optimizer": "optimizer state",
+    "gradients": "gradients",
+    "outside": "activations outside the blocks",
+    "saved": "saved activations",
+    "replayed": "replayed activations",
+    "transfers": "on the way to or from elsewhere",
+    "temporary": "temporaries",
+}
+"""What the categories are called in a text."""
 
 _WITHOUT_LIVE = ("die", "pack", "drop")
 
