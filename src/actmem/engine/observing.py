@@ -91,7 +91,7 @@ class Observation:
         row = Row(module, operator.name, "made", tensor, tensor.untyped_storage().nbytes(), value.why)
         row.index = len(self.funcs) - 1
         if value.node is not None:
-            row.parents = tuple(ref[2].row for ref in value.node.refs if ref[2] is not None and ref[2].row is not None)
+            row.parents = value.node.parents
         self._add(value, row)
 
     def given(self, value: Value, tensor: torch.Tensor, num_bytes: int) -> None:

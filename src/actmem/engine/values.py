@@ -111,6 +111,11 @@ class Node:
         self.refs = refs
         """A tuple for each tensor argument: (position or name, position in a list or -1, value, *geometry)."""
 
+    @property
+    def parents(self) -> tuple[Any, ...]:
+        """The rows of the values that a replay reads, where the step is observed."""
+        return tuple(ref[2].row for ref in self.refs if ref[2] is not None and ref[2].row is not None)
+
     def overwrite(self, writes: list[tuple[int | str, int, torch.Tensor, bool]]) -> None:
         """Note what the call writes. Where it overwrites all of a storage, the old version is not needed."""
         self.writes = [] if writes else None

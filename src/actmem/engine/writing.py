@@ -87,5 +87,7 @@ def promote(value: Value) -> None:
     while current is not None and current.pending is not None:
         node, current.pending = current.pending, None
         current.node, current.why, current.coverage, current.tensor = node, None, None, None
+        if current.row is not None:
+            current.row.why, current.row.parents = None, node.parents
         reads = [ref[2] for ref in node.refs if ref[2] is not None and ref[2].pending is not None]
         current = next((v for v in reads if v.storage() is storage), None)

@@ -34,7 +34,7 @@ _ASKS_DEVICE: Any = torch.ops.prim.device.default
 class _Mark:
     """Stands where the report's row would: the number of a value, and what the tape notes there in passing."""
 
-    __slots__ = ("cause", "copied", "index", "offloaded", "overwritten", "replayed")
+    __slots__ = ("cause", "copied", "index", "offloaded", "overwritten", "parents", "replayed", "why")
 
     def __init__(self, index: int) -> None:
         self.index = index
