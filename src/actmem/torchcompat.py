@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar, cast
 
@@ -48,6 +49,7 @@ __all__ = [
     "divide",
     "functorch_transform",
     "graph_is_kept",
+    "hand_out_parameters",
     "has_storage",
     "is_composite",
     "is_traceable_wrapper_subclass",
@@ -59,6 +61,7 @@ __all__ = [
     "never_compile",
     "num_bytes",
     "numerics",
+    "opened_parameter",
     "outer_hooks",
     "resolving_bits",
     "restore_numerics",
@@ -375,3 +378,52 @@ def compiler_budget(fraction: float) -> Callable[[], None]:
         config.activation_memory_budget = before
 
     return undo
+
+
+class _Opened(threading.local):
+    parameters: list[torch.nn.Parameter] | None = None
+    """Those that a hook returned while `saved_tensors` of a Python Function was being read."""
+
+
+_OPENED = _Opened()
+
+
+def opened_parameter(parameter: torch.nn.Parameter) -> None:
+    """Say that a hook for saved tensors is about to return a parameter."""
+    if _OPENED.parameters is not None:
+        _OPENED.parameters.append(parameter)
+
+
+def hand_out_parameters() -> None:
+    """Have `ctx.saved_tensors` in the backward of a Python Function return parameters as the objects that they are.
+
+    Without hooks it does. With hooks around the forward torch makes a new tensor of what they return, and what a
+    program has put on its parameters, as `weight.main_grad`, cannot be seen on that. Done once; it changes nothing for
+    what other hooks return.
+    """
+    if isinstance(BackwardCFunction.__dict__.get("saved_tensors"), property):
+        return
+    read: Any = _C._FunctionBase.saved_tensors.__get__
+
+    def saved_tensors(ctx: Any) -> Any:
+        before, _OPENED.parameters = _OPENED.parameters, []
+        try:
+            found = read(ctx)
+            opened = _OPENED.parameters
+        finally:
+            _OPENED.parameters = before
+        return tuple(next((p for p in opened if _shows(t, p)), t) for t in found) if opened else found
+
+    cast("Any", BackwardCFunction).saved_tensors = property(saved_tensors)
+
+
+def _shows(tensor: torch.Tensor | None, parameter: torch.nn.Parameter) -> bool:
+    return (
+        tensor is not None
+        and has_storage(tensor)
+        and tensor.untyped_storage() is parameter.untyped_storage()
+        and tensor.requires_grad == parameter.requires_grad
+        and tensor.is_leaf
+        and (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        == (parameter.shape, parameter.stride(), parameter.storage_offset(), parameter.dtype)
+    )

@@ -380,3 +380,46 @@ def test_no_mode_is_entered_in_eval_or_without_gradients(monkeypatch: pytest.Mon
         assert len(entered) == 2
     model(batch())
     assert len(entered) == 2
+
+
+class FusedAccumulation(torch.autograd.Function):
+    """Add the weight's gradient into a buffer that hangs on the weight, as Megatron's fused linear layer does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, weight[0])
+        return x @ weight.t() + weight[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        x, weight, row = ctx.saved_tensors
+        again = ctx.saved_tensors
+        assert again[1] is weight and isinstance(weight, nn.Parameter) and not isinstance(row, nn.Parameter)
+        weight.main_grad.add_(grads[0].t() @ x)
+        return grads[0] @ weight + 0 * row, None
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.eye(8) * 0.5)
+        self.w.main_grad = torch.zeros(8, 8)
+        self.frozen = nn.Parameter(torch.eye(8) * 0.25, requires_grad=False)
+        self.frozen.main_grad = torch.zeros(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FusedAccumulation.apply(FusedAccumulation.apply(x.tanh(), self.w).sin(), self.frozen)
+
+
+@both
+def test_a_function_finds_on_a_saved_parameter_what_the_program_put_on_it(mode: Any) -> None:
+    def main_grads(mode: Any) -> list[Tensor]:
+        model = nn.Sequential(Fused(), Fused())
+        if mode is not None:
+            actmem.apply(model, mode, blocks="*")
+        for _ in range(2):
+            total(model(batch())).backward()
+        return [p.main_grad for p in model.parameters()]
+
+    plain, managed = main_grads(None), main_grads(mode)
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(plain, managed, strict=True))

@@ -21,7 +21,7 @@ from actmem.engine.trees import tensors
 from actmem.errors import UnsupportedError
 from actmem.offloading.transfer import Offloader
 from actmem.settings import Offload
-from actmem.torchcompat import functorch_transform, never_compile, outer_hooks, storage_key
+from actmem.torchcompat import functorch_transform, hand_out_parameters, never_compile, outer_hooks, storage_key
 
 __all__ = ["Script", "local", "storages_of"]
 
@@ -81,6 +81,7 @@ class Script:
         self._cut_shapes: Any = None
         """The shapes of the arguments for which the cut is the smallest: for others it may hold more than plain."""
         self._nested: frozenset[int] = frozenset()
+        hand_out_parameters()
 
     @never_compile
     def run(self, block: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

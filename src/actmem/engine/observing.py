@@ -33,6 +33,7 @@ class Row:
         "replayed",
         "saved",
         "shape",
+        "storage",
         "why",
     )
 
@@ -62,6 +63,8 @@ class Row:
         """It was sent away when the forward was over."""
         self.overwritten = False
         """A later operator wrote on its storage."""
+        self.storage: weakref.ref[Any] | None = None
+        """Which storage it lies on. Blocks may share one; weak references to one object are one object themselves."""
         self.parents: tuple[Row, ...] = ()
         """The values that a replay of its operator reads."""
 
@@ -104,6 +107,7 @@ class Observation:
 
     def _add(self, value: Value, row: Row) -> None:
         value.row = row
+        row.storage = value.storage
         self.rows.append(row)
         self._values.append((weakref.ref(value), row))
 

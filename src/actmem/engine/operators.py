@@ -56,7 +56,6 @@ REASONS: dict[str, str] = {
     "generator": "random, and the state of its generator cannot be read",
     "barrier": "fewer bytes than the never-replayed values that a replay would need",
     "cut": "one of the fewest bytes that part what is never replayed from what autograd saves",
-    "overwritten": "overwritten before backward, by this call of the block or a later one; a replay starts from it",
     "unit": "output of a nested FSDP unit, whose parameters are gone when it would be replayed",
 }
 

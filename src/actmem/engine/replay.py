@@ -33,6 +33,7 @@ from actmem.torchcompat import (
     current_autograd_node,
     never_compile,
     numerics,
+    opened_parameter,
     restore_numerics,
     without_autocast,
 )
@@ -69,6 +70,8 @@ def unpack(packed: Any) -> Tensor:
             and not packed.bits
         ):
             tensor = base
+            if type(base) is not Tensor and isinstance(base, Parameter):
+                opened_parameter(base)
         else:
             with below_autograd():
                 tensor = see(base, packed.size, packed.stride, packed.offset, packed.dtype, packed.bits)

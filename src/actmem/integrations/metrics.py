@@ -15,7 +15,7 @@ __all__ = ["Metrics", "Recorder", "step_metrics"]
 Metrics = dict[str, int | float]
 """Names to numbers. Bytes end in `_bytes`, seconds in `_seconds`, counts begin with `num_`."""
 
-_DECISIONS = {"saved": ("save",), "recomputed": ("recompute",), "offloaded": ("offload",)}
+_DECISIONS = {"saved": "save", "recomputed": "recompute", "offloaded": "offload"}
 
 
 def step_metrics(applied: Applied, measurement: Measurement | None = None) -> Metrics:
@@ -58,10 +58,11 @@ def _rank() -> int:
 
 def _observed(report: Report) -> Metrics:
     found: Metrics = {"plain_bytes": report.plain_bytes, "held_bytes": report.held_bytes}
-    for name, decisions in _DECISIONS.items():
-        rows = [(k.num_blocks, r) for k in report.kinds for r in k.rows if r.decision in decisions]
-        found[f"{name}_bytes"] = sum(blocks * row.count * row.num_bytes for blocks, row in rows)
-        found[f"num_{name}"] = sum(blocks * row.count for blocks, row in rows)
+    for name, decision in _DECISIONS.items():
+        found[f"{name}_bytes"] = getattr(report, f"{name}_bytes")
+        found[f"num_{name}"] = sum(
+            k.num_blocks * r.count for k in report.kinds for r in k.rows if r.decision == decision
+        )
     found["num_replayed"] = report.num_replayed
     if report.compiled:
         found["num_graphs"] = len(report.compiled)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from actmem import ops
 from actmem.engine.observing import Observation, Row
@@ -43,6 +44,19 @@ class ReportRow:
     """A collective made it, or it is held because one stands before it that is not run again."""
 
 
+_OVERWRITTEN = "overwritten before backward, by this call of the block or a later one; a replay starts from it"
+
+
+class Counted(NamedTuple):
+    """The bytes of one value of one block, for totals: what several blocks have in common counts once."""
+
+    storage: int
+    """Equal for values on one storage."""
+    num_bytes: int
+    decision: str
+    by_autograd: bool
+
+
 @dataclass(frozen=True)
 class KindReport:
     """Blocks that are built alike and did alike."""
@@ -68,7 +82,11 @@ class KindReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What a plan did in the step that was observed. Bytes are per step, over all blocks, without parameters."""
+    """What a plan did in the step that was observed.
+
+    Bytes are per step, over all blocks, without parameters. What several blocks have in common, such as a mask or a
+    rotary table, is listed with each of them and counts once in the totals.
+    """
 
     plan: Plan
     kinds: tuple[KindReport, ...]
@@ -83,9 +101,18 @@ class Report:
     """Blocks that torch's own checkpoint ran, in eager."""
     moved: Ledger | None = None
     """What was sent away and came back, over all steps so far; None if the plan offloads nothing."""
+    counted: tuple[Counted, ...] = field(default=(), repr=False)
+    """Every value in the rows of `kinds`, block by block."""
 
     def _total(self, *decisions: str, by_autograd: bool | None = None) -> int:
-        return sum(k.num_blocks * k.bytes_of(*decisions, by_autograd=by_autograd) for k in self.kinds)
+        return sum(self._storages(*decisions, by_autograd=by_autograd).values())
+
+    def _storages(self, *decisions: str, by_autograd: bool | None = None) -> dict[int, int]:
+        return {
+            c.storage: c.num_bytes
+            for c in self.counted
+            if c.decision in decisions and (by_autograd is None or c.by_autograd is by_autograd)
+        }
 
     @property
     def plain_bytes(self) -> int:
@@ -95,7 +122,12 @@ class Report:
     @property
     def held_bytes(self) -> int:
         """What is held for backward inside the blocks under this plan."""
-        return self._total("save", "input", "copy", "never")
+        return self._total(*_HELD)
+
+    @property
+    def shared_bytes(self) -> int:
+        """What the blocks hold in common: how much more the rows of all blocks add up to than is held."""
+        return sum(k.num_blocks * k.bytes_of(*_HELD) for k in self.kinds) - self.held_bytes
 
     @property
     def saved_bytes(self) -> int:
@@ -105,7 +137,8 @@ class Report:
     @property
     def recomputed_bytes(self) -> int:
         """What plain autograd holds and this plan does not."""
-        return self._total("recompute")
+        held = self._storages(*_HELD)  # by another block, whose input it is
+        return sum(n for storage, n in self._storages("recompute").items() if storage not in held)
 
     @property
     def offloaded_bytes(self) -> int:
@@ -164,6 +197,8 @@ def summarise(
 ) -> Report:
     """Fold observations, given as (path, kind, observation) in the order of the blocks, into a report."""
     folded: dict[tuple[str, tuple[ReportRow, ...]], list[str]] = {}
+    counted: list[Counted] = []
+    numbers: dict[int, int] = {}
     unobserved: list[str] = []
     elsewhere = {*checkpointed, *(path for graph in compiled for path in (*graph.blocks, *graph.shared_with))}
     for path, kind, observation in observed:
@@ -172,23 +207,25 @@ def summarise(
                 unobserved.append(path)
         else:
             folded.setdefault((kind, _rows(observation.rows)), []).append(path)
+            counted += _counted(observation.rows, numbers)
     kinds = tuple(KindReport(kind, tuple(paths), rows) for (kind, rows), paths in folded.items())
     silent = (
         tuple(repr(r) for i, r in enumerate(plan.rules) if i not in matched and not r.is_default)
         if (kinds or elsewhere) and not unobserved
         else ()
     )
-    return Report(plan, kinds, tuple(unobserved), silent, tuple(notes), compiled, tuple(checkpointed), moved)
+    return Report(
+        plan, kinds, tuple(unobserved), silent, tuple(notes), compiled, tuple(checkpointed), moved, tuple(counted)
+    )
 
 
+_HELD = ("save", "input", "copy", "never")
 _OPAQUE = ("opaque", "unseen", "uninitialised")
 
 
 def _rows(rows: list[Row]) -> tuple[ReportRow, ...]:
     groups: dict[ReportRow, list[int]] = {}
-    for r in rows:
-        if (r.kind == "state" and not r.copied) or not (r.saved or r.held or r.replayed):
-            continue
+    for r in _listed(rows):
         decision = _decision(r)
         never = decision == "never"
         row = ReportRow(
@@ -199,7 +236,7 @@ def _rows(rows: list[Row]) -> tuple[ReportRow, ...]:
             num_bytes=r.num_bytes,
             count=0,
             decision=decision,
-            why=REASONS["overwritten"] if decision == "copy" else _reason(r) if never else "",
+            why=_OVERWRITTEN if decision == "copy" else _reason(r) if never else "",
             opaque=never and (r.cause or r.why) in _OPAQUE,
             by_autograd=r.saved,
             replayed=0,
@@ -207,6 +244,18 @@ def _rows(rows: list[Row]) -> tuple[ReportRow, ...]:
         )
         groups.setdefault(row, []).append(r.replayed)
     return tuple(replace(row, count=len(replayed), replayed=sum(replayed)) for row, replayed in groups.items())
+
+
+def _listed(rows: list[Row]) -> Iterator[Row]:
+    """Leave out what costs nothing: parameters, buffers, and values that are neither saved, held nor replayed."""
+    return (r for r in rows if (r.kind != "state" or r.copied) and (r.saved or r.held or r.replayed))
+
+
+def _counted(rows: list[Row], numbers: dict[int, int]) -> Iterator[Counted]:
+    for r in _listed(rows):
+        shared = r.storage is not None and not r.copied  # a copy is nobody else's
+        storage = numbers.setdefault(id(r.storage) if shared else -1 - len(numbers), len(numbers))
+        yield Counted(storage, r.num_bytes, _decision(r), r.saved)
 
 
 def _reason(row: Row) -> str:

@@ -35,6 +35,12 @@ def render(report: Report, *, width: int = 140) -> str:
             f"never replayed {size(report.never_replayed_bytes)}, {report.num_replayed} values replayed.",
             markup=False,
         )
+    if report.shared_bytes:
+        console.print(
+            f"Several blocks hold the same {size(report.shared_bytes)} again: the tables list it with each, the totals "
+            "count it once.",
+            markup=False,
+        )
     if report.moved is not None:
         moved = report.moved
         console.print(
