@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from actmem import CompilerBudget, Full
+from actmem import CompilerBudget, Full, OffloadActivations
 from actmem.diagnosis import Diagnosis, doctor
 from tests.diagnosis.messages import ReadsTwice
 
@@ -58,6 +62,22 @@ def wrapped(model: Stack, **options: Any) -> Stack:
     """Put torch's own wrapper round each block."""
     for index, block in enumerate(model.blocks):
         model.blocks[index] = checkpoint_wrapper(block, **options)
+    return model
+
+
+def every(n: int) -> dict[str, Any]:
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": n}}
+
+
+def offloading(model: Stack) -> Stack:
+    """Put torch's wrapper that offloads round each block."""
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = offload_wrapper(block)
+    return model
+
+
+def asleep(model: Any, part: str) -> Any:
+    model.get_submodule(part).eval()
     return model
 
 
@@ -184,6 +204,13 @@ DS_BLOCK = {"activation_checkpointing": {"partition_activations": True}, "zero_o
 NOW = {"torch": "2.13.0"}
 ZERO3 = {"zero_optimization": {"stage": 3}}
 FSDP = {"fsdp": "full_shard", "fsdp_config": {"activation_checkpointing": True}}
+SENDING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}
+FSDP_SENDING = {
+    "distributed_type": "FSDP",
+    "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing_offload": True},
+}
+DS_COMPILE = {"zero_optimization": {"stage": 3}, "compile": {"deepcompile": True, "offload_activation": True}}
+DS_CPU = {"zero_optimization": {"stage": 2}, "activation_checkpointing": {"cpu_checkpointing": True}}
 BARE, FULL_NAME = torch.ops.aten.mm, torch.ops.aten.mm.default
 
 Visit = Callable[[], Diagnosis]
@@ -205,6 +232,98 @@ PATIENTS: dict[str, tuple[str, str, Visit, Visit]] = {
         "problem",
         lambda: doctor(wrapped(Stack()), mode=Full()),
         lambda: doctor(Stack(), mode=Full()),
+    ),
+    "two_settings_that_offload": (
+        "stacked-offloaders",
+        "problem",
+        lambda: doctor(Stack(), trainer_args={**SENDING, "activation_offloading": True}),
+        lambda: doctor(Stack(), trainer_args=SENDING),
+    ),
+    "accelerates_offload_and_a_mode_that_offloads": (
+        "stacked-offloaders",
+        "problem",
+        lambda: doctor(Stack(), accelerate=FSDP_SENDING, mode=OffloadActivations(to="host")),
+        lambda: doctor(Stack(), accelerate=FSDP_SENDING, mode=Full()),
+    ),
+    "deepspeeds_compiler_offloads_and_trl_too": (
+        "stacked-offloaders",
+        "problem",
+        lambda: doctor(Stack(), trainer_args={"activation_offloading": True, "deepspeed": DS_COMPILE}),
+        lambda: doctor(Stack(), trainer_args={"activation_offloading": False, "deepspeed": DS_COMPILE}),
+    ),
+    "torchs_offload_wrapper_and_deepspeeds_own": (
+        "stacked-offloaders",
+        "problem",
+        lambda: doctor(offloading(Stack()), deepspeed=DS_CPU),
+        lambda: doctor(offloading(Stack()), trainer_args={"deepspeed": DS_CPU}),  # which transformers does not read
+    ),
+    "only_some_layers_by_settings": (
+        "every-nth-layer",
+        "note",
+        lambda: doctor(
+            Stack(),
+            trainer_args={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+        ),
+        lambda: doctor(
+            Stack(),
+            trainer_args={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 1}},
+        ),
+    ),
+    "a_slip_of_the_pen": (
+        "unknown-keys",
+        "warning",
+        lambda: doctor(None, trainer_args={**ON, "ddp_find_unused_parameter": True, "learning_rate": 1e-3}),
+        lambda: doctor(None, trainer_args={"gradient_checkpointing": True, "max_steps": 3, "max_length": 64}),
+    ),
+    "a_slip_in_the_options": (
+        "unknown-keys",
+        "warning",
+        lambda: doctor(
+            None, trainer_args={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"reentrant": False}}
+        ),
+        lambda: doctor(None, trainer_args=ON),
+    ),
+    "a_slip_in_deepspeeds_block": (
+        "unknown-keys",
+        "warning",
+        lambda: doctor(None, deepspeed={"activation_checkpointing": {"partitioned_activations": True}}),
+        lambda: doctor(None, deepspeed=DS_BLOCK),
+    ),
+    "everything_is_frozen": (
+        "nothing-trained",
+        "problem",
+        lambda: doctor(frozen(Stack(), "")),
+        lambda: doctor(frozen(Stack(), "embed")),
+    ),
+    "the_model_is_in_eval_mode": (
+        "evaluating",
+        "warning",
+        lambda: doctor(Stack().eval()),
+        lambda: doctor(Stack()),
+    ),
+    "a_trainer_will_switch_to_training": (
+        "evaluating",
+        "note",
+        lambda: doctor(Stack().eval(), trainer_args=ON),
+        lambda: doctor(Stack(), trainer_args=ON),
+    ),
+    "one_block_is_in_eval_mode": (
+        "evaluating",
+        "warning",
+        lambda: doctor(asleep(Stack(), "blocks.1")),
+        lambda: doctor(asleep(frozen(Stack(), "blocks.1"), "blocks.1")),
+    ),
+    "the_reentrant_form": (
+        "reentrant",
+        "warning",
+        lambda: doctor(Stack(), trainer_args=REENTRANT),
+        lambda: doctor(Stack(), trainer_args=ON),
+    ),
+    "the_reentrant_form_of_a_wrapper": (
+        "reentrant",
+        "warning",
+        lambda: doctor(wrapped(Stack(), checkpoint_impl=CheckpointImpl.REENTRANT)),
+        lambda: doctor(wrapped(Stack())),
     ),
     "deepspeeds_block_with_a_trainer": (
         "inert-block",

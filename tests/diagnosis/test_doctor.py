@@ -54,7 +54,7 @@ def test_a_healthy_training_passes_every_check() -> None:
     assert visit.ok
     assert visit.findings == visit.skipped == ()
     assert set(visit.passed) == set(CHECKS | STEPS)
-    assert str(visit) == "nothing found; 24 checks passed, 0 could not be made"
+    assert str(visit) == "nothing found; 30 checks passed, 0 could not be made"
 
 
 def test_a_report_is_readable_and_plain_data(snapshot: SnapshotAssertion) -> None:
@@ -255,6 +255,56 @@ def test_transformers_own_checkpointing_is_recognised() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_a_real_models_offload_and_layers_left_out_are_recognised() -> None:
+    model = ZOO["llama"].build()
+    model.gradient_checkpointing_enable(every_n_layers=2, offload=True)
+    visit = doctor(model, trainer_args={"activation_offloading": True})
+    found = {f.check: f.found for f in visit.findings}
+    assert "offload=True in transformers' gradient checkpointing" in found["stacked-offloaders"]
+    assert "activation_offloading = True in trainer_args" in found["stacked-offloaders"]
+    num_layers = model.config.num_hidden_layers
+    assert found["every-nth-layer"].startswith(f"{-(-num_layers // 2)} of {num_layers} layers")
+    assert "reentrant" in visit.passed
+    model.gradient_checkpointing_enable()
+    assert {"stacked-offloaders", "every-nth-layer"} <= set(doctor(model).passed)
+
+
+def test_options_that_transformers_takes_for_itself_leave_the_form_to_it() -> None:
+    options = {"every_n_layers": 2, "offload": True}
+    setup = read_setup({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": options})
+    assert (setup.reentrant, setup.unknown) == (None, ())
+    assert setup.every_nth and setup.offloaders
+    setup = read_setup({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {**options, "debug": True}})
+    assert setup.reentrant, "what is left goes to torch, which takes the reentrant form"
+
+
+def test_a_model_as_from_pretrained_returns_it_is_in_eval_mode(tmp_path: Path) -> None:
+    model = ZOO["llama"].build()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert [f.found for f in doctor(loaded).findings if f.check == "evaluating"] == ["model.training is False"]
+    assert "evaluating" in doctor(loaded.train()).passed
+
+
+def test_the_arguments_of_trl_are_known_and_an_object_has_no_unknown_ones(tmp_path: Path) -> None:
+    from trl import SFTConfig
+
+    args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
+    assert read_setup(args).unknown == ()
+    known = {k: v for k, v in args.to_dict().items() if k not in ("fsdp", "deepspeed")}
+    assert read_setup(known).unknown == ()
+    slip = read_setup({**known, "max_lenght": 3}).unknown
+    assert slip == ("max_lenght in trainer_args. Did you mean 'max_length'?",)
+
+
+def test_axolotls_settings_are_read_by_the_trainers_names() -> None:
+    config = {"base_model": "some/model", "gradient_checkpointing": "offload", "micro_batch_size": 2, "bf16": "auto"}
+    setup = read_setup(axolotl=config)
+    assert setup.checkpointing and setup.offloaders == ("gradient_checkpointing = offload in axolotl",)
+    assert setup.unknown == (), "its other keys are not looked at"
+    assert read_setup(axolotl={**config, "gradient_checkpointing_kwargs": {"reentrant": 1}}).unknown
+
+
 def test_real_adapters_under_reentrant_checkpointing_are_told_from_those_with_a_hook() -> None:
     case = ZOO["llama_lora"]
     model: Any = case.build()

@@ -174,6 +174,8 @@ class Doctor(Common):
     """A configuration of accelerate."""
     deepspeed: _File = None
     """A configuration of DeepSpeed."""
+    config: _File = None
+    """A configuration of axolotl, NeMo Automodel, prime-rl or torchtitan: says what it becomes here."""
     mode: _Mode = None
     """A mode to check with, as for `actmem show`."""
     blocks: _Text = None

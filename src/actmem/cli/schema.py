@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 __all__ = [
     "SCHEMAS",
     "Cause",
+    "ConfigShown",
     "DemoRow",
     "DemoShown",
     "DeviceShown",
@@ -247,10 +248,25 @@ class Finding(Document):
     """What actmem does about it."""
 
 
+class ConfigShown(Document):
+    """What a configuration of another system becomes here."""
+
+    system: str
+    """Whose it was recognised as."""
+    said: dict[str, Any]
+    """What it says about activations, by its own names."""
+    becomes: str | None
+    """The call that does the same here; null where nothing is to be applied."""
+    notes: tuple[str, ...]
+    """What is not as it was there, and what is not actmem's business."""
+
+
 class DoctorShown(Document):
     """What `actmem doctor` prints."""
 
     command: Literal["doctor"] = "doctor"
+    config: ConfigShown | None = None
+    """With --config: what the file becomes here."""
     ok: bool
     """Whether there is no problem; warnings and notes may be there."""
     findings: tuple[Finding, ...]

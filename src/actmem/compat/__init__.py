@@ -4,6 +4,7 @@
 - `torchtitan.py`: per-operator selective checkpointing, as in torchtitan, newer classes and older function.
 - `nemo.py`: selective, full and sub-module checkpointing of layer lists, as in NeMo Automodel.
 - `axolotl.py`: activation offloading, as in axolotl and TRL.
+- `configs.py`: their configuration files, read: what they become here.
 - `_translating.py`: what they share.
 
 These files translate and decide nothing: every function ends in `actmem.apply`. Where the other system returns nothing,

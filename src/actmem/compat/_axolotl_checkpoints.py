@@ -21,10 +21,10 @@ from actmem.ops import is_glob
 from actmem.plan import Rule
 from actmem.sending import Kept, Sent, can_move, unpack
 from actmem.settings import Offload
-from actmem.structure import find_blocks, layer_type
 from actmem.torchcompat import named_modules
 
 __all__ = [
+    "WINDOWED",
     "CheckpointActivationOffloadStats",
     "CheckpointHiddenStatesOffload",
     "ac_wrap_hf_model",
@@ -33,7 +33,8 @@ __all__ = [
     "selective_mode",
 ]
 
-_WINDOWED = ("sliding_attention", "chunked_attention")
+WINDOWED = ("sliding_attention", "chunked_attention")
+"""Layer types in which nothing is saved unless it is asked for."""
 _PRODUCTS = "aten.mm|aten.addmm|aten.linear|aten._grouped_mm"
 
 
@@ -252,11 +253,8 @@ def apply_selective_checkpointing(
             "save_modules=['down_proj']."
         )
     layers = _layers_of(model)
-    windowed = () if save_sliding_window else _WINDOWED if recompute_layer_types is None else recompute_layer_types
-    kinds = {layer_type(block.module) for block in find_blocks(model, layers)}
-    mode = selective_mode(
-        save, [kind for kind in windowed if kind in kinds], place, [_products_of(model, m) for m in save_modules or ()]
-    )
+    windowed = () if save_sliding_window else WINDOWED if recompute_layer_types is None else recompute_layer_types
+    mode = selective_mode(save, windowed, place, [_products_of(model, name) for name in save_modules or ()])
 
     def gradient_checkpointing_enable(self: Any, *_: Any, **__: Any) -> None:
         self._actmem_selective_applied = apply_once(self, mode, blocks=layers)
@@ -278,7 +276,8 @@ def selective_mode(
 
     >>> for rule in selective_mode(["attention", "aten::mm"], ["sliding_attention"], None, []).rules():
     ...     print(rule)
-    Rule('recompute', layer_type='sliding_attention')
+    Rule('recompute', layer_type='sliding_attention', op='attention')
+    Rule('recompute', layer_type='sliding_attention', op='*aten.mm*')
     Rule('save', op='attention')
     Rule('save', op='*aten.mm*')
     Rule('recompute')
@@ -289,8 +288,8 @@ def selective_mode(
     return Rules(
         [
             *(Rule(decision, module=glob, op=_PRODUCTS) for glob in modules),
-            *(Rule("recompute", layer_type=kind) for kind in recompute_layer_types),
-            *(Rule(decision, op=operator) for operator in operators),
+            *(Rule("recompute", layer_type=kind, op=op) for kind in recompute_layer_types for op in operators),
+            *(Rule(decision, op=op) for op in operators),
             Rule("recompute"),
         ],
         offload=offload,

@@ -15,6 +15,7 @@ docs/compat_axolotl.md.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -27,6 +28,7 @@ from actmem.compat._axolotl_checkpoints import (
     get_checkpoint_hidden_states_offloading_ctx_manager,
 )
 from actmem.compat._axolotl_manager import NoOpManager, OffloadActivations
+from actmem.compat.configs import FromConfig, read_config
 
 if TYPE_CHECKING:
     from actmem.compat._axolotl_mixin import ActivationOffloadingMixin
@@ -35,10 +37,12 @@ __all__ = [
     "ActivationOffloadingMixin",
     "CheckpointActivationOffloadStats",
     "CheckpointHiddenStatesOffload",
+    "FromConfig",
     "NoOpManager",
     "OffloadActivations",
     "ac_wrap_hf_model",
     "apply_selective_checkpointing",
+    "from_config",
     "get_act_offloading_ctx_manager",
     "get_checkpoint_hidden_states_offloading_ctx_manager",
     "get_lora_act_offloading_ctx_manager",
@@ -103,3 +107,15 @@ def __getattr__(name: str) -> Any:
         raise ImportError(f"{name} derives from transformers' Trainer: pip install transformers ({error}).") from error
     globals()[name] = _axolotl_mixin.ActivationOffloadingMixin
     return globals()[name]
+
+
+def from_config(path: str | Path) -> FromConfig:
+    """Read a configuration file of axolotl: what it says of checkpointing and of offloading activations.
+
+    Returns:
+        What it becomes here: `mode` and `options` for `actmem.apply`, and notes. Print it.
+
+    Raises:
+        ModeError: the file cannot be read, or says something that is not known.
+    """
+    return read_config(path, "axolotl")

@@ -17,6 +17,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
@@ -62,6 +63,7 @@ from actmem.compat._nemo_operators import (
     save_ops,
 )
 from actmem.compat._translating import disable_lru_cache, install_note, selective
+from actmem.compat.configs import FromConfig, read_config
 from actmem.errors import ApplyError, ModeError
 from actmem.modes import Full
 from actmem.torchcompat import named_modules
@@ -244,3 +246,15 @@ class _Trace(logging.Filter):
             names = {str(op) for op in _SELECTIVE_AC_MATMUL_OPS}
             _maybe_trace_selective_ac_decision(op, decision, op in names, is_recompute=False)
         return self._passing
+
+
+def from_config(path: str | Path) -> FromConfig:
+    """Read a configuration file of NeMo Automodel: `distributed.activation_checkpointing` and its scope.
+
+    Returns:
+        What it becomes here: `mode` and `options` for `actmem.apply`, and notes. Print it.
+
+    Raises:
+        ModeError: the file cannot be read, or says something that is not known.
+    """
+    return read_config(path, "NeMo Automodel")

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from torch import nn
@@ -30,6 +31,7 @@ from actmem.compat._prime_rl_operators import (
     DEFAULT_SELECTIVE_TARGETS,
     operators_to_save,
 )
+from actmem.compat.configs import FromConfig, read_config
 from actmem.errors import ModeError
 from actmem.modes import Full, Rules, Selective, Targets
 from actmem.ops import did_you_mean
@@ -43,7 +45,9 @@ __all__ = [
     "SELECTIVE_AC_TARGETS",
     "ActivationCheckpointConfig",
     "ActivationOffloadingConfig",
+    "FromConfig",
     "apply_ac",
+    "from_config",
     "get_activation_checkpoint_wrapper",
     "get_supported_targets",
     "maybe_activation_offloading",
@@ -284,3 +288,15 @@ def _mode(names: list[str], layers: list[_Layer], every: int = 1) -> Rules | Tar
         rules.append(Rule("recompute", layers=where, layer_type=_SLIDING, target="attention"))
     rules += [Rule("recompute", module=f"{layer.path}.{child}".strip(".")) for layer, child in named]
     return Rules([*dict.fromkeys(rules), Rule("save")])
+
+
+def from_config(path: str | Path) -> FromConfig:
+    """Read a configuration file of prime-rl: `[model.ac]` and `[model.ac_offloading]`, or those of `[trainer.model]`.
+
+    Returns:
+        What it becomes here: `mode` and `options` for `actmem.apply`, and notes. Print it.
+
+    Raises:
+        ModeError: the file cannot be read, or says something that is not known.
+    """
+    return read_config(path, "prime-rl")

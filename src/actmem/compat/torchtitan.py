@@ -14,7 +14,9 @@ See docs/compat_torchtitan.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -24,6 +26,7 @@ from actmem.applying import Applied, Collectives
 from actmem.compat._calls import RuleMode
 from actmem.compat._torchtitan_older import ActivationCheckpoint, apply_ac, apply_to_layers
 from actmem.compat._translating import ROUTER_GATE, disable_lru_cache, resolved, selective
+from actmem.compat.configs import FromConfig, read_config
 from actmem.modes import CompilerBudget, Full
 from actmem.ops import GROUPS
 from actmem.torchcompat import compute_intensive
@@ -33,10 +36,12 @@ __all__ = [
     "ActivationCheckpointConfig",
     "ActivationCheckpointing",
     "ActivationCheckpointingConfig",
+    "FromConfig",
     "FullAC",
     "MemoryBudgetAC",
     "SelectiveAC",
     "apply_ac",
+    "from_config",
 ]
 
 _OPS = (
@@ -151,3 +156,23 @@ ActivationCheckpointConfig = ActivationCheckpoint
 """The older config, by the name that it had last."""
 ActivationCheckpointingConfig = SelectiveAC.Config | FullAC.Config | MemoryBudgetAC.Config | None
 """What a trainer's field for the policy holds. None: no checkpointing."""
+
+
+def from_config(path: str | Path | None = None, arguments: Sequence[str] = ()) -> FromConfig:
+    """Read the section `activation_checkpoint` of a TOML file of torchtitan, or its flags.
+
+    >>> found = from_config(arguments=["--activation_checkpoint.mode=selective"])
+    >>> found.line
+    "actmem.apply(model, actmem.Full(every=2, first=1), collectives='recompute')"
+
+    Args:
+        path: the TOML file, or a script with flags.
+        arguments: flags, which win over the file.
+
+    Returns:
+        What it becomes here: `mode` and `options` for `actmem.apply`, and notes. Print it.
+
+    Raises:
+        ModeError: the file cannot be read, or says something that is not known.
+    """
+    return read_config(path, "torchtitan", arguments)

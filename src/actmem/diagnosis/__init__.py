@@ -10,5 +10,6 @@
 
 from actmem.diagnosis.examining import doctor
 from actmem.diagnosis.findings import Diagnosis, Finding, Skipped
+from actmem.diagnosis.setups import read_settings
 
-__all__ = ["Diagnosis", "Finding", "Skipped", "doctor"]
+__all__ = ["Diagnosis", "Finding", "Skipped", "doctor", "read_settings"]

@@ -8,7 +8,16 @@ from actmem.diagnosis.bugs import is_before, version_of
 from actmem.diagnosis.findings import Finding
 from actmem.diagnosis.regions import SWITCH, WRAPPER, Case
 
-__all__ = ["adapters_reentrant", "cuda_graphs", "ddp_reentrant", "inert_block", "recomputing_twice", "zero3_frozen"]
+__all__ = [
+    "adapters_reentrant",
+    "cuda_graphs",
+    "ddp_reentrant",
+    "embedding_of",
+    "inert_block",
+    "is_transformers",
+    "recomputing_twice",
+    "zero3_frozen",
+]
 
 _FULL = "actmem.apply(model, actmem.Full())"
 _LAST_WITHOUT_FIX = "0.19.2"
@@ -42,7 +51,7 @@ def recomputing_twice(case: Case) -> Iterator[Finding]:
 
 def inert_block(case: Case) -> Iterator[Finding]:
     """Look for settings of DeepSpeed that nothing reads."""
-    if case.setup.deepspeed_block and (case.setup.trainer or _is_transformers(case)):
+    if case.setup.deepspeed_block and (case.setup.trainer or is_transformers(case)):
         yield Finding(
             check="inert-block",
             severity="warning" if case.setup.checkpointing else "problem",
@@ -76,7 +85,7 @@ def adapters_reentrant(case: Case) -> Iterator[Finding]:
     if case.reentrant is None:
         return
     adapters = case.adapters
-    embedding = _embedding(case)
+    embedding = embedding_of(case)
     frozen = embedding is not None and not any(p.requires_grad for p in embedding.parameters())
     hooked = embedding is not None and len(embedding._forward_hooks) > 0  # pyright: ignore[reportPrivateUsage]
     if (adapters or frozen) and any(p.requires_grad for p in case.the_model.parameters()):
@@ -129,11 +138,12 @@ def zero3_frozen(case: Case) -> Iterator[Finding]:
     )
 
 
-def _is_transformers(case: Case) -> bool:
+def is_transformers(case: Case) -> bool:
+    """Tell whether the model, or a part of it, is one of transformers."""
     return case.model is not None and any(hasattr(m, "gradient_checkpointing_enable") for _, m in case.modules)
 
 
-def _embedding(case: Case):
+def embedding_of(case: Case):
     """Return what the model's inputs pass first, if it says so."""
     get = getattr(case.the_model, "get_input_embeddings", None)
     if get is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from actmem.diagnosis import configured, modelled, running
+from actmem.diagnosis import configured, modelled, running, stacking
 from actmem.diagnosis.bugs import known_bugs
 from actmem.diagnosis.findings import SEVERITIES, Diagnosis, Finding, NotMadeError, Skipped
 from actmem.diagnosis.regions import Case
@@ -23,7 +23,13 @@ Check = Callable[[Case], Iterator[Finding]]
 
 CHECKS: dict[str, Check] = {
     "recomputing-twice": configured.recomputing_twice,
+    "stacked-offloaders": stacking.stacked_offloaders,
+    "every-nth-layer": stacking.every_nth,
+    "unknown-keys": stacking.unknown_settings,
+    "nothing-trained": stacking.nothing_trained,
+    "evaluating": stacking.evaluating,
     "inert-block": configured.inert_block,
+    "reentrant": stacking.reentrant,
     "ddp-reentrant": configured.ddp_reentrant,
     "adapters-reentrant": configured.adapters_reentrant,
     "cuda-graphs": configured.cuda_graphs,
@@ -62,6 +68,7 @@ def doctor(
     trainer_args: Source | None = None,
     accelerate: Source | None = None,
     deepspeed: Source | None = None,
+    axolotl: Source | None = None,
     policy: Sequence[Any] = (),
     loss: Callable[[Any], Tensor] | None = None,
     blocks: str | Sequence[str] | None = None,
@@ -79,6 +86,7 @@ def doctor(
         trainer_args: `TrainingArguments`, a dict, or the path of a JSON or YAML file, of accelerate or DeepSpeed too.
         accelerate: accelerate's configuration, in the same forms.
         deepspeed: DeepSpeed's configuration, in the same forms.
+        axolotl: axolotl's configuration, in the same forms.
         policy: the operators that a selective checkpointing of your own saves.
         loss: a function of the output; by default `output.loss`, or the output itself if it is a scalar.
         blocks: where the blocks are, as for `apply`.
@@ -99,7 +107,7 @@ def doctor(
         )
     if versions is not None and not isinstance(versions, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ModeError(f"versions = {versions!r} is no dict. Write versions={{'torch': '2.12.0'}}.")
-    setup = read_setup(trainer_args, accelerate, deepspeed)
+    setup = read_setup(trainer_args, accelerate, deepspeed, axolotl)
     if isinstance(example, Mapping):
         example = dict(example)
     case = Case(model, setup, mode, tuple(policy), blocks, versions or {}, example, loss)

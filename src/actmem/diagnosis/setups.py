@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from actmem.diagnosis.unknown import kind_of, unknown_keys
 from actmem.errors import ModeError
 
-__all__ = ["Setup", "Source", "read_setup"]
+__all__ = ["Setup", "Source", "read_settings", "read_setup"]
 
 Source = Mapping[str, Any] | str | Path | object
 """A mapping, the path of a JSON or YAML file, or an object with attributes such as `TrainingArguments`."""
@@ -39,14 +41,27 @@ class Setup:
     autocast: str | None = None
     compile_mode: str | None = None
     use_cache: bool | None = None
+    every_nth: str | None = None
+    """Only every n-th layer is checkpointed."""
+    offloaders: tuple[str, ...] = ()
+    """What takes saved tensors away to host memory or disk, each with the place that asks for it."""
+    inert_offloader: str | None = None
+    """DeepSpeed's, which works only where its block is read."""
+    unknown: tuple[str, ...] = ()
+    """Keys that nothing reads, with what was probably meant."""
     unread: tuple[str, ...] = ()
     """Files that are named inside the settings and could not be read."""
 
 
 def read_setup(
-    trainer_args: Source | None = None, accelerate: Source | None = None, deepspeed: Source | None = None
+    trainer_args: Source | None = None,
+    accelerate: Source | None = None,
+    deepspeed: Source | None = None,
+    axolotl: Source | None = None,
 ) -> Setup:
     """Read settings, whatever form they come in. A file may be of another kind than the argument it is given as.
+
+    axolotl's names for these are those of the Trainer; its other keys are not looked at.
 
     >>> setup = read_setup({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}})
     >>> setup.checkpointing, setup.reentrant
@@ -56,9 +71,16 @@ def read_setup(
         ModeError: a file cannot be read, or holds no settings.
     """
     setup = Setup()
-    for name, source in (("trainer_args", trainer_args), ("accelerate", accelerate), ("deepspeed", deepspeed)):
-        if source is not None:
-            setup = _with(setup, fields_of(name, source), name if not isinstance(source, str | Path) else str(source))
+    sources = {"trainer_args": trainer_args, "accelerate": accelerate, "deepspeed": deepspeed, "axolotl": axolotl}
+    for name, source in sources.items():
+        if source is None:
+            continue
+        given = fields_of(name, source)
+        where = name if not isinstance(source, str | Path) else str(source)
+        kind = "axolotl" if name == "axolotl" else kind_of(given)
+        setup = _READERS[kind](setup, given, where)
+        if isinstance(source, Mapping | str | Path):  # an object has the attributes that its class gives it
+            setup = replace(setup, unknown=(*setup.unknown, *unknown_keys(kind, given, where)))
     return setup
 
 
@@ -67,7 +89,7 @@ def fields_of(name: str, source: Source) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return cast("Mapping[str, Any]", source)
     if isinstance(source, str | Path):
-        return _parsed(name, Path(source))
+        return read_settings(name, Path(source))
     try:
         return vars(source)
     except TypeError:
@@ -77,13 +99,19 @@ def fields_of(name: str, source: Source) -> Mapping[str, Any]:
         ) from None
 
 
-def _parsed(name: str, path: Path) -> Mapping[str, Any]:
+def read_settings(name: str, path: Path) -> Mapping[str, Any]:
+    """Read a JSON, TOML or YAML file of settings.
+
+    Raises:
+        ModeError: it cannot be read, or holds no settings.
+    """
     try:
         text = path.read_text(encoding="utf-8")
-        read: Any = json.loads(text) if path.suffix == ".json" else _yaml(name, path)(text)
+        parse = {".json": json.loads, ".toml": tomllib.loads}.get(path.suffix) or _yaml(name, path)
+        read: Any = parse(text)
     except (OSError, ValueError) as error:
         raise ModeError(
-            f"{name} = {str(path)!r} cannot be read: {error}. Give the path of a JSON or YAML file of settings."
+            f"{name} = {str(path)!r} cannot be read: {error}. Give the path of a JSON, TOML or YAML file of settings."
         ) from error
     if not isinstance(read, Mapping):
         raise ModeError(
@@ -98,7 +126,7 @@ def _yaml(name: str, path: Path) -> Callable[[str], Any]:
         import yaml
     except ImportError:
         raise ModeError(
-            f"{name} = {str(path)!r} is no .json file, and YAML needs pyyaml: pip install pyyaml, or give it as JSON."
+            f"{name} = {str(path)!r} is read as YAML, which needs pyyaml: pip install pyyaml, or give it as JSON."
         ) from None
 
     def load(text: str) -> Any:
@@ -110,18 +138,12 @@ def _yaml(name: str, path: Path) -> Callable[[str], Any]:
     return load
 
 
-def _with(setup: Setup, given: Mapping[str, Any], where: str) -> Setup:
-    if "zero_optimization" in given or isinstance(given.get("activation_checkpointing"), Mapping):
-        return _with_deepspeed(setup, given, where)
-    if "distributed_type" in given or "compute_environment" in given:
-        return _with_accelerate(setup, given, where)
-    return _with_trainer(setup, given, where)
-
-
 def _with_trainer(setup: Setup, given: Mapping[str, Any], where: str) -> Setup:
     setup = replace(setup, trainer=where)
-    if _on(given.get("gradient_checkpointing")):
+    switch = given.get("gradient_checkpointing")
+    if _on(switch) or switch in ("offload", "offload_disk"):  # the two of axolotl
         options = _options(given.get("gradient_checkpointing_kwargs"))
+        setup, options = _with_transformers_own(setup, options, where)
         preserve = (options or {}).get("preserve_rng_state")
         setup = replace(
             setup,
@@ -129,6 +151,11 @@ def _with_trainer(setup: Setup, given: Mapping[str, Any], where: str) -> Setup:
             reentrant=_reentrant(options, where),
             preserve_rng_state=None if preserve is None else _on(preserve),
         )
+    away = given.get("activation_offloading")
+    if switch in ("offload", "offload_disk"):
+        setup = replace(setup, offloaders=(*setup.offloaders, f"gradient_checkpointing = {switch} in {where}"))
+    elif _on(away) or away in ("legacy", "disk", "hidden_states"):
+        setup = replace(setup, offloaders=(*setup.offloaders, f"activation_offloading = {away} in {where}"))
     if given.get("fsdp") not in (None, "", [], False):
         setup = _with_fsdp(replace(setup, fsdp=f"fsdp in {where}"), given.get("fsdp_config"), where)
     if given.get("ddp_find_unused_parameters") is not None:
@@ -142,6 +169,22 @@ def _with_trainer(setup: Setup, given: Mapping[str, Any], where: str) -> Setup:
     if "use_cache" in given:
         setup = replace(setup, use_cache=_on(given["use_cache"]))
     return _nested(setup, "deepspeed", given.get("deepspeed"), where, _with_deepspeed)
+
+
+def _with_transformers_own(
+    setup: Setup, options: Mapping[str, Any] | None, where: str
+) -> tuple[Setup, Mapping[str, Any] | None]:
+    """Take out what transformers takes for itself before it hands the rest to torch's checkpoint."""
+    if options is None or not options.keys() & {"every_n_layers", "offload"}:
+        return setup, options
+    place = f"gradient_checkpointing_kwargs of {where}"
+    every = options.get("every_n_layers", 1)
+    if every != 1:
+        setup = replace(setup, every_nth=f"every_n_layers = {every} in {place}")
+    if _on(options.get("offload")):
+        setup = replace(setup, offloaders=(*setup.offloaders, f"offload = True in {place}"))
+    rest = {name: value for name, value in options.items() if name not in ("every_n_layers", "offload")}
+    return setup, rest or None  # nothing left: transformers chooses the non-reentrant form
 
 
 def _reentrant(options: Mapping[str, Any] | None, where: str) -> str | None:
@@ -175,6 +218,8 @@ def _with_fsdp(setup: Setup, config: Any, where: str) -> Setup:
         for name in ("activation_checkpointing", "fsdp_activation_checkpointing"):
             if _on(given.get(name)):
                 setup = replace(setup, fsdp_checkpointing=f"{name} = True in {where}")
+            if _on(given.get(f"{name}_offload")):
+                setup = replace(setup, offloaders=(*setup.offloaders, f"{name}_offload = True in {where}"))
         return setup
 
     return _nested(setup, "fsdp_config", config, where, read)
@@ -183,6 +228,10 @@ def _with_fsdp(setup: Setup, config: Any, where: str) -> Setup:
 def _with_deepspeed(setup: Setup, given: Mapping[str, Any], where: str) -> Setup:
     if given.get("activation_checkpointing"):
         setup = replace(setup, deepspeed_block=f"activation_checkpointing in {where}")
+        if _on((_options(given["activation_checkpointing"]) or {}).get("cpu_checkpointing")):
+            setup = replace(setup, inert_offloader=f"activation_checkpointing.cpu_checkpointing = True in {where}")
+    if _on((_options(given.get("compile")) or {}).get("offload_activation")):
+        setup = replace(setup, offloaders=(*setup.offloaders, f"compile.offload_activation = True in {where}"))
     stage = (_options(given.get("zero_optimization")) or {}).get("stage")
     if stage is not None:
         setup = replace(setup, zero_stage=int(stage))
@@ -198,7 +247,7 @@ def _nested(setup: Setup, name: str, inner: Any, where: str, read: Callable[[Set
     beside = Path(where).parent / str(inner)
     path = beside if beside.exists() else Path(str(inner))
     try:
-        return read(setup, _parsed(name, path), str(inner))
+        return read(setup, read_settings(name, path), str(inner))
     except ModeError as error:
         return replace(setup, unread=(*setup.unread, str(error)))
 
@@ -214,3 +263,11 @@ def _options(value: Any) -> Mapping[str, Any] | None:
 
 def _on(value: Any) -> bool:
     return value.strip().lower() in ("true", "yes", "1", "on") if isinstance(value, str) else bool(value)
+
+
+_READERS: dict[str, Callable[[Setup, Mapping[str, Any], str], Setup]] = {
+    "trainer": _with_trainer,
+    "accelerate": _with_accelerate,
+    "deepspeed": _with_deepspeed,
+    "axolotl": _with_trainer,
+}
