@@ -163,6 +163,7 @@ def apply(
     collectives: Collectives = "save",
     example: Any = None,
     loss: Callable[[Any], Any] | None = None,
+    fake: bool = True,
 ) -> Applied:
     """Change a model so that training holds only what a mode lets it hold. In place, reversible, names unchanged.
 
@@ -181,6 +182,7 @@ def apply(
             frees their bytes and communicates again in the backward pass. Every rank must run the same operators.
         example: a batch, for `Budget`, which profiles the model: a dict for `model(**example)`, or a tuple.
         loss: a function of the output, for the same; by default `output.loss`.
+        fake: profile on tensors without bytes, for the same. Otherwise one real step is run.
 
     Returns:
         The handle to print what was done, and to undo it.
@@ -219,6 +221,10 @@ def apply(
             f"example and loss are for a Budget, which profiles the model; {type(mode).__name__} does not. Leave them "
             "out."
         )
+    if not fake and not isinstance(mode, Budget):
+        raise ModeError(
+            f"fake = False is for a Budget, which profiles the model; {type(mode).__name__} does not. Leave it out."
+        )
     if isinstance(mode, Budget) and example is None:
         raise ModeError(f"{mode!r} needs a batch to plan for. Write actmem.apply(model, {mode!r}, example=batch).")
     if isinstance(mode, Budget) and engine == "checkpoint":
@@ -234,19 +240,22 @@ def apply(
     refuse_state(model)
     if isinstance(mode, Budget):
         from actmem.planner import fit  # its solver takes a while to import
+        from actmem.profiling.complaints import called_as
 
-        mode = fit(
-            model,
-            example,
-            budget=mode.amount,
-            loss=loss,
-            device=mode.device,
-            offload=mode.offload,
-            optimizer=mode.optimizer,
-            microbatches=mode.microbatches,
-            blocks=blocks,
-            scope=scope,
-        )
+        with called_as(f"actmem.apply(model, actmem.Budget({mode.amount!r}, ...), example=batch, fake=False)"):
+            mode = fit(
+                model,
+                example,
+                budget=mode.amount,
+                loss=loss,
+                device=mode.device,
+                offload=mode.offload,
+                optimizer=mode.optimizer,
+                microbatches=mode.microbatches,
+                blocks=blocks,
+                scope=scope,
+                fake=fake,
+            )
         blocks = scope = None  # the plan names its blocks
     if isinstance(mode, FromPlan):
         mode = Plan.load(mode.path)

@@ -95,6 +95,11 @@ def raising():
     raise ValueError("my own mistake")
 
 
+def misfit():
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+    return nn.Sequential(*layers), (torch.randn(8, 63),), torch.sum
+
+
 def leaving():
     raise SystemExit(0)
 

@@ -82,6 +82,23 @@ def test_a_model_that_looks_at_numbers_is_measured_and_verified_as_it_runs_here_
     assert run("verify", "mine:looking", "--mode", "full").code == 0
 
 
+def test_a_model_that_looks_at_numbers_is_planned_by_a_real_step_if_asked(run: Run) -> None:
+    words = ("mine:looking", "--device", "h100-80gb", "--budget", "1MiB")
+    refused = run("fit", *words)
+    assert refused.code == 3
+    assert "Profile for real: actmem fit ... --no-fake." in " ".join(refused.err.split())
+    assert run("fit", *words, "--frontier", "0", "--no-fake").code == 0
+    assert run("show", "mine:looking", "--mode", "full", "--no-fake").code == 0
+
+
+def test_a_batch_that_does_not_fit_the_model_gives_the_error_of_plain_training_and_asks_for_no_report(run: Run) -> None:
+    asked = run("fit", "mine:misfit", "--device", "h100-80gb", "--budget", "1MiB")
+    said = " ".join(asked.err.split())
+    assert asked.code == 3
+    assert "mat1 and mat2 shapes cannot be multiplied (8x63 and 64x64)" in said
+    assert "Plain training raises the same." in said and "report this" not in said and "fake_tensor" not in said
+
+
 def test_code_that_ends_the_process_still_prints_one_document(run: Run) -> None:
     asked = run("verify", "mine:leaving", "--mode", "full", "--json")
     assert (asked.code, json.loads(asked.out)["error"]) == (3, "SystemExit")

@@ -87,6 +87,8 @@ class Planning(Loading):
     """Ranks over which FSDP2 divides parameters, gradients and optimizer state."""
     headroom: _Part = None
     """Part of the budget that is left to the allocator. Left out: 0.05 on an accelerator, else 0."""
+    fake: _Flag = True
+    """Run one real step instead of one on tensors without bytes. For models that look at numbers."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class Show(_UnderMode):
     """Whose state and step are counted."""
     min_bytes: int = 0
     """Leave out values that are smaller."""
+    fake: _Flag = True
+    """Run one real step instead of one on tensors without bytes. For models that look at numbers."""
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,8 @@ def users_part(error: BaseException) -> str:
     head = ["Traceback (most recent call last, your part):\n", *traceback.format_list(frames)]
     what = "".join(traceback.format_exception_only(error)).rstrip()
     if not frames:
+        if getattr(error, "__notes__", None):
+            return what
         known = explain(error).best
         if known is not None:
             return f"{what}\n{known.what} {known.fix}"

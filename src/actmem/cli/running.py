@@ -138,7 +138,11 @@ def _run(asked: Command, screen: Screen) -> int:
     if isinstance(asked, Demo) and not asked.json:
         return module.for_readers()
     run: Callable[[Any, Screen], tuple[Document, int]] = getattr(module, runner)
-    with contextlib.redirect_stdout(sys.stderr):  # what a user's own code prints is no part of the outcome
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # what a user's own code prints is no outcome
+        if hasattr(asked, "fake"):
+            complaints = importlib.import_module("actmem.profiling.complaints")
+            stack.enter_context(complaints.called_as(f"actmem {name} ... --no-fake"))
         shown, code = run(asked, screen)
     if asked.json:
         _print_json(shown)

@@ -94,4 +94,5 @@ def options_of(asked: Planning) -> dict[str, Any]:
         "optimizer_dtype": None if asked.optimizer_dtype is None else getattr(torch, asked.optimizer_dtype),
         "microbatches": asked.microbatches,
         "shard": asked.shard,
+        "fake": asked.fake,
     }

@@ -45,7 +45,9 @@ def run(asked: Show, screen: Screen) -> tuple[ShowShown, int]:
         loaded = load(asked)
         device = None if asked.device is None else measured(chosen, loaded.model)
         optimizer = None if asked.optimizer == "none" else asked.optimizer
-        profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, blocks=asked.blocks, optimizer=optimizer)
+        profile = actmem.profile(
+            loaded.model, loaded.batch, loss=loaded.loss, blocks=asked.blocks, optimizer=optimizer, fake=asked.fake
+        )
         plan = plan_of(profile, mode)
         parts, simulated = parts_of(profile, plan)
     seconds = None if device is None else cost_seconds(profile, device)

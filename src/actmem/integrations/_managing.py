@@ -13,6 +13,7 @@ from actmem.errors import ModeError
 from actmem.integrations.metrics import Metrics, Recorder
 from actmem.modes import Mode
 from actmem.plan import Plan
+from actmem.profiling.complaints import called_as
 
 __all__ = ["ApplyOptions", "Managing"]
 
@@ -25,6 +26,7 @@ class ApplyOptions(TypedDict, total=False):
     engine: Literal["auto", "tape", "checkpoint"]
     collectives: Literal["save", "recompute"]
     loss: Callable[[Any], Any] | None
+    fake: bool
 
 
 _LATEST: WeakKeyDictionary[nn.Module, ref[Managing]] = WeakKeyDictionary()
@@ -59,7 +61,8 @@ class Managing:
         other = None if latest is None else latest()
         if other is not None and other._model is model:
             other._take_off()  # its training broke off, or this one is to take its place
-        self.applied = apply(model, mode, example=example, **self._options)
+        with called_as(f"{type(self).__name__}(actmem.Budget(...), fake=False)"):
+            self.applied = apply(model, mode, example=example, **self._options)
         self._model = model
         self._undo = finalize(self, self.applied.remove)  # at the latest when the trainer is forgotten
         self._undo.atexit = False

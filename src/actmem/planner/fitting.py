@@ -24,6 +24,7 @@ from actmem.planner.simulating import Simulated, simulate
 from actmem.planner.solve import Keeps, Link, Solution, really_kept, solve
 from actmem.planner.writing import ANY, loosened, write_rules
 from actmem.profiles import Profile
+from actmem.profiling.complaints import called_as
 from actmem.profiling.stepping import profiles
 from actmem.settings import Offload
 from actmem.structure import check_module
@@ -106,19 +107,20 @@ def fit(
     if not 0 <= headroom < 1:
         raise ModeError(f"headroom = {headroom!r} is not permitted. Expected a number from 0 to below 1, such as 0.05.")
     budget_bytes = int(parse_budget(budget, device_bytes=known.memory_bytes) * (1 - headroom))
-    found = profiles(
-        model,
-        batches,
-        loss=loss,
-        fake=fake,
-        blocks=blocks,
-        scope=scope,
-        routing=routing,
-        optimizer=optimizer,
-        optimizer_dtype=optimizer_dtype,
-        microbatches=microbatches,
-        shard=shard,
-    )
+    with called_as("actmem.fit(model, batch, budget=..., fake=False)"):
+        found = profiles(
+            model,
+            batches,
+            loss=loss,
+            fake=fake,
+            blocks=blocks,
+            scope=scope,
+            routing=routing,
+            optimizer=optimizer,
+            optimizer_dtype=optimizer_dtype,
+            microbatches=microbatches,
+            shard=shard,
+        )
     plan = fit_profile(found, budget_bytes, known, offload=offload, headroom=headroom, time_limit=time_limit)
     return explained(plan, found, known)
 

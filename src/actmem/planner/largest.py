@@ -13,6 +13,7 @@ from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
 from actmem.plan import Plan
 from actmem.planner.fitting import fit
+from actmem.profiling.complaints import called_as
 from actmem.profiling.stepping import shapes_of
 
 __all__ = ["Largest", "check_sizes", "largest"]
@@ -77,7 +78,8 @@ def largest(
             batch = make_batch(n)
             seen[n] = shapes_of(batch), _sizes(batch)
             try:
-                tried[n] = fit(model, batch, budget=budget, device=device, loss=loss, **options)
+                with called_as("actmem.largest(model, make_batch, budget=..., fake=False)"):
+                    tried[n] = fit(model, batch, budget=budget, device=device, loss=loss, **options)
             except BudgetError:
                 if n == step:
                     raise

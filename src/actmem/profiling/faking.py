@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from actmem.errors import UnsupportedError
 from actmem.measuring.ledger import tensors_in
+from actmem.profiling.complaints import as_plain, for_real
 from actmem.profiling.layouts import LAYOUTS
 from actmem.profiling.rebinding import rebind
 from actmem.torchcompat import FakeTensor, TorchDispatchMode, never_compile, without_fake_mode
@@ -46,7 +47,7 @@ def fake_copy(
     if any(isinstance(m, nn.RNNBase) for m in model.modules()):
         raise UnsupportedError(
             "the model has a recurrent layer of torch.nn, whose fused kernel keeps a workspace that no fake tensor "
-            "shows. Profile for real: actmem.profile(model, example, fake=False)."
+            f"shows. Profile for real: {for_real()}."
         )
     memo: dict[int, Any] = {}
     left_out = {id(t) for _, other in same for t in (*other.parameters(), *other.buffers())}
@@ -116,9 +117,9 @@ class Assuming(TorchDispatchMode):
             if "data-dependent" in str(error) or "Dynamic" in type(error).__name__ or "DataDep" in type(error).__name__:
                 raise UnsupportedError(
                     f"{name} looks at the numbers in a tensor, and a profile on fake tensors has none. Profile for "
-                    "real: actmem.profile(model, example, fake=False)."
+                    f"real: {for_real()}."
                 ) from error
-            raise
+            raise as_plain(func, args, kwargs, error) from None
 
     def _real(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
         """Run what only real tensors went into: for real, if integers come out."""

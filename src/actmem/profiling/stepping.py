@@ -13,10 +13,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from actmem.engine.calling import storages_of
 from actmem.engine.trees import tensors
-from actmem.errors import ModeError, UnsupportedError
+from actmem.errors import ActmemError, ModeError, UnsupportedError
 from actmem.modes import check_optimizer
 from actmem.profiles import Layer, Profile
 from actmem.profiling.chronicle import Chronicle
+from actmem.profiling.complaints import for_real, quiet, told
 from actmem.profiling.faking import Assuming, fake_batch, fake_copy
 from actmem.profiling.optimizing import optimizer_bytes
 from actmem.profiling.phantom import Recorded, record
@@ -130,6 +131,11 @@ def _check(
         )
     if routing not in ("balanced", "worst"):
         raise ModeError(f"routing = {routing!r} is not known. Expected 'balanced' or 'worst'.")
+    if not fake and any(p.is_meta for p in model.parameters()):
+        raise ModeError(
+            "fake = False runs a real step, and the model is on the meta device, where it has no numbers. Build it on "
+            "a real device, or leave fake=False out."
+        )
     _check_count("microbatches", microbatches)
     _check_count("shard", shard)
     if shard == 1 and any(hasattr(p, "device_mesh") for p in model.parameters()):
@@ -181,6 +187,7 @@ def _seen(
         copied = fake_copy(model, mode, device, _same(found, identities) if shares else ())
         blocks_copied = tuple(replace(b, module=copied.get_submodule(b.path)) for b in found)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(quiet())
             stack.enter_context(mode)
             stack.enter_context(assuming := Assuming(routing))
             step = _Step(
@@ -194,10 +201,12 @@ def _seen(
             )
             try:
                 step.run(example, loss)
-            except Exception:
-                if not step.has_skipped:
+            except Exception as error:
+                if step.has_skipped:
+                    continue  # perhaps something misses what a skipped block would have left behind
+                if isinstance(error, ActmemError):
                     raise
-                continue  # perhaps something misses what a skipped block would have left behind
+                raise told(error, facts["shapes"]) from error.__cause__
             seen = step.profile(**{**facts, "routing": routing if assuming.assumed else "none"})
             if seen is not None:
                 return seen, step.unused
@@ -307,7 +316,7 @@ class _Step:
                     f"none of the {len(self._found)} blocks, {self._found[0].path} and so on, was run in the profiled "
                     "step. Either the model does not call them, or its forward was replaced by a function that holds "
                     "the original model. For the first, name the blocks that it calls: blocks='...'; for the second, "
-                    "profile for real: fake=False."
+                    f"profile for real: {for_real()}."
                 )
             inside = {id(p) for block in self._found for p in block.module.parameters()}
             self.unused = frozenset(
