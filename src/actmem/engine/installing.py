@@ -118,6 +118,7 @@ def _subclass(original: Any, family: Family, classes: Classes) -> type:
         "__copy__": hidden(copy.copy),
         "forward": forward,
         "_actmem_scripts": scripts,
+        "_actmem_original": original,
     }
     # type.__new__ by name: else a metaclass of the user's would be called. An ABC needs a cache of its own.
     kind: Any = original.__class__
@@ -244,4 +245,4 @@ def uninstall(block: nn.Module, script: Script) -> None:
     """
     script.active = script.family.active = False
     if vars(type(block)).get("_actmem_scripts", {}).get(id(block)) is script:
-        _set_class(block, type(block).__mro__[1])
+        _set_class(block, vars(type(block))["_actmem_original"])
