@@ -169,7 +169,7 @@ def divide(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: di
     """
     if any(isinstance(t, torch.Tensor) and t.is_nested for t in (*args, *kwargs.values())):
         return NotImplemented
-    with counting_versions(), resolving_bits(), mode:
+    with resolving_bits(), mode:
         return func._op_dk(_COMPOSITE, *args, **kwargs)  # not `decompose`: some of its Python forms give other bits
 
 

@@ -58,7 +58,7 @@ def block(operator: Any, form: str, sample: Any) -> tuple[nn.Module, dict[str, A
         try:
             model = nn.Sequential(Sampled(operator, form, sample, most_trainable))
             return model, trained(model)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError):
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError):
             continue
     return None
 

@@ -119,6 +119,8 @@ def whole(name: str) -> Callable[[Program, Tensor], Tensor]:
                 y = F.dropout(h, 0.4)
             elif name == "feature_alpha_dropout":
                 y = F.feature_alpha_dropout(h, 0.4, training=True)
+            elif name == "chunk":
+                y = h.chunk(2)[0].repeat(2, 1)
             elif name == "reshape":
                 y = h.t().reshape(6, 8)
             elif name == "lstm":
@@ -140,7 +142,9 @@ def whole(name: str) -> Callable[[Program, Tensor], Tensor]:
     return body
 
 
-@pytest.mark.parametrize("name", ["matmul", "dropout", "feature_alpha_dropout", "reshape", "lstm", "attention"])
+@pytest.mark.parametrize(
+    "name", ["matmul", "dropout", "feature_alpha_dropout", "chunk", "reshape", "lstm", "attention"]
+)
 def test_a_composite_operator_in_inference_mode_is_recorded_as_its_parts(name: str) -> None:
     report = compare(lambda: stack(whole(name)), RECOMPUTE, num_steps=4)
     seen = {row.op for kind in report.kinds for row in kind.rows if row.op.startswith("aten.")}
