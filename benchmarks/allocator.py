@@ -30,12 +30,11 @@ from actmem.demo import LlamaLike, Size
 FORMS = ("plain", "full", "disk")
 
 
+_NAMES = (*("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),)
+
+
 class _Mallinfo(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")
-        + ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-    ]
+    _fields_ = [(name, ctypes.c_size_t) for name in _NAMES]
 
 
 class Asking(TorchDispatchMode):
