@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 900.0
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
