@@ -148,7 +148,7 @@ def visited(model: nn.Module, check: str, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("part", "says"),
     [
-        (Flipping, "aten.sin.default instead of aten.cos.default"),
+        (Flipping, "aten.cos.default instead of aten.sin.default"),
         (Noisy, "other bits from aten.mul.Tensor on"),
         (Counted, "changes blocks.0.parts.0.num_seen"),
         (lambda: nn.BatchNorm1d(8), "blocks.0.parts.0.running_mean"),

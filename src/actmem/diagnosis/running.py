@@ -81,8 +81,9 @@ def graph_after_step(case: Case) -> Iterator[Finding]:
     """Run a step, and look for modules that keep a tensor with its graph afterwards."""
     if any(graph_kept(case)):
         return  # one was there before: that check has said so
-    _runs(case)
-    yield from (replace(finding, check="graph-after-step") for finding in graph_kept(case))
+    with _after_step(case):
+        found = [replace(finding, check="graph-after-step") for finding in graph_kept(case)]
+    yield from found
 
 
 def same_training(case: Case) -> Iterator[Finding]:
@@ -180,13 +181,21 @@ def _restored(case: Case) -> Generator[None]:
         yield
 
 
-def _runs(case: Case) -> int:
-    """Run a step of the model as it is, and return what it holds for backward; not made where it raises."""
+@contextmanager
+def _after_step(case: Case) -> Generator[int]:
+    """Run a step, and leave the model as the step did until the end. Gives what it held for backward."""
     with _restored(case):
         try:
-            return _saved_bytes(case)
+            held_bytes = _saved_bytes(case)
         except Exception as error:  # `gradients` has said what is wrong
             raise NotMadeError(f"a step raises: {_first_line(error)}") from error
+        yield held_bytes
+
+
+def _runs(case: Case) -> int:
+    """Run a step of the model as it is, and return what it holds for backward; not made where it raises."""
+    with _after_step(case) as held_bytes:
+        return held_bytes
 
 
 def _saved_bytes(case: Case) -> int:
