@@ -127,16 +127,16 @@ def users_part(error: BaseException) -> str:
     head = ["Traceback (most recent call last, your part):\n", *traceback.format_list(frames)]
     what = "".join(traceback.format_exception_only(error)).rstrip()
     if not frames:
-        if getattr(error, "__notes__", None):
-            return what
-        known = explain(error).best
-        if known is not None:
-            return f"{what}\n{known.what} {known.fix}"
         if isinstance(error, TypeError) and "argument" in str(error):
             return (
                 f"{what}\nYour function, or your model's forward, takes other arguments. A function is called with "
                 "batch and sequence where it names them; the batch is a dict for model(**batch) or a tuple for "
                 "model(*batch)."
             )
+        if getattr(error, "__notes__", None):
+            return what
+        known = explain(error).best
+        if known is not None:
+            return f"{what}\n{known.what} {known.fix}"
         return f"{what}\nNone of your code was running: please report this, with what --traceback shows."
     return "".join(head) + f"{what}\nThe model could not be built or run; --traceback shows every frame."

@@ -78,9 +78,10 @@ def _where(profile: Profile, moments: Moments) -> str:
     if cost.op == STEP:
         return when
     path = ".".join(part for part in (profile.layers[layer].path if layer >= 0 else "", moments.modules[at]) if part)
+    place = f"in {path}" if path else "in the model itself" if layer >= 0 else "outside the blocks"
     moved = f", an operator that reads and writes {size(cost.moved_bytes)}" if cost.moved_bytes else ""
     op = cost.op.removeprefix("aten.").removesuffix(".default")
-    return f"{when}, {f'in {path}' if path else 'outside the blocks'}, after {op}{moved}"
+    return f"{when}, {place}, after {op}{moved}"
 
 
 def _largest_held(profile: Profile, moments: Moments, simulated: Simulated) -> list[str]:
