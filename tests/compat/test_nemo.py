@@ -123,6 +123,21 @@ def test_sub_module_gradients_are_those_of_plain_training(name: str) -> None:
     assert all(applied.report().recomputed_bytes > 0 for applied in handles)
 
 
+def test_reports_of_layers_add_up_to_what_is_held_and_count_what_they_share_once() -> None:
+    case = ZOO["llama"]
+    model = case.build()
+    batch = case.batch(model)
+    handles = nemo.apply_submodule_checkpointing(layers_of(model), False)
+    for _ in range(2):
+        model(**batch).loss.backward()
+    reports = [applied.report() for applied in handles]
+    joint = sum(reports[1:], reports[0])
+    tables = 2 * 384 + 2 * 12 * 12  # cosine, sine and the mask, read by every layer
+    assert joint.held_bytes == sum(r.held_bytes for r in reports) - (len(reports) - 1) * tables
+    assert joint.shared_bytes == (len(reports) - 1) * tables
+    assert [kind.paths for kind in joint.kinds] == [("",)] * len(reports)
+
+
 def test_kv_shared_layers_are_selective_and_not_done_by_sub_modules() -> None:
     plain = selective(ZOO["gemma3n_shared_kv"].build(), False).plan
     shared = selective(ZOO["gemma3n_shared_kv"].build(), True).plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from actmem import ops
 from actmem.engine.observing import Observation, Row
 from actmem.engine.operators import REASONS
+from actmem.errors import ModeError
 from actmem.offloading import Ledger
 from actmem.plan import Plan
 from actmem.report.compiled import CompiledGraph
@@ -51,7 +53,7 @@ class Counted(NamedTuple):
     """The bytes of one value of one block, for totals: what several blocks have in common counts once."""
 
     storage: int
-    """Equal for values on one storage."""
+    """Equal for values on one storage, in all reports of one step."""
     num_bytes: int
     decision: str
     by_autograd: bool
@@ -103,6 +105,28 @@ class Report:
     """What was sent away and came back, over all steps so far; None if the plan offloads nothing."""
     counted: tuple[Counted, ...] = field(default=(), repr=False)
     """Every value in the rows of `kinds`, block by block."""
+
+    def __add__(self, other: Report) -> Report:
+        """Join the reports of two plans that are applied to parts of one model: what both hold counts once.
+
+        The plan that is shown is that of the first.
+        """
+        moved = [m for m in (self.moved, other.moved) if m is not None]
+        if len(moved) == 2:
+            raise ModeError(
+                "both plans offload, each with a ledger of its own. Look at each report by itself: report.moved."
+            )
+        return Report(
+            self.plan,
+            self.kinds + other.kinds,
+            self.unobserved + other.unobserved,
+            self.unmatched + other.unmatched,
+            tuple(dict.fromkeys(self.notes + other.notes)),
+            self.compiled + other.compiled,
+            self.checkpointed + other.checkpointed,
+            moved[0] if moved else None,
+            self.counted + other.counted,
+        )
 
     def _total(self, *decisions: str, by_autograd: bool | None = None) -> int:
         return sum(self._storages(*decisions, by_autograd=by_autograd).values())
@@ -198,7 +222,6 @@ def summarise(
     """Fold observations, given as (path, kind, observation) in the order of the blocks, into a report."""
     folded: dict[tuple[str, tuple[ReportRow, ...]], list[str]] = {}
     counted: list[Counted] = []
-    numbers: dict[int, int] = {}
     unobserved: list[str] = []
     elsewhere = {*checkpointed, *(path for graph in compiled for path in (*graph.blocks, *graph.shared_with))}
     for path, kind, observation in observed:
@@ -207,7 +230,7 @@ def summarise(
                 unobserved.append(path)
         else:
             folded.setdefault((kind, _rows(observation.rows)), []).append(path)
-            counted += _counted(observation.rows, numbers)
+            counted += _counted(observation.rows)
     kinds = tuple(KindReport(kind, tuple(paths), rows) for (kind, rows), paths in folded.items())
     silent = (
         tuple(repr(r) for i, r in enumerate(plan.rules) if i not in matched and not r.is_default)
@@ -251,11 +274,14 @@ def _listed(rows: list[Row]) -> Iterator[Row]:
     return (r for r in rows if (r.kind != "state" or r.copied) and (r.saved or r.held or r.replayed))
 
 
-def _counted(rows: list[Row], numbers: dict[int, int]) -> Iterator[Counted]:
+_ALONE = itertools.count(-1, -1)
+"""Numbers for values that share their storage with nobody."""
+
+
+def _counted(rows: list[Row]) -> Iterator[Counted]:
     for r in _listed(rows):
         shared = r.storage is not None and not r.copied  # a copy is nobody else's
-        storage = numbers.setdefault(id(r.storage) if shared else -1 - len(numbers), len(numbers))
-        yield Counted(storage, r.num_bytes, _decision(r), r.saved)
+        yield Counted(id(r.storage) if shared else next(_ALONE), r.num_bytes, _decision(r), r.saved)
 
 
 def _reason(row: Row) -> str:

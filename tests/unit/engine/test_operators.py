@@ -397,7 +397,7 @@ def test_outputs_of_a_nested_unit_are_held_and_nothing_inside_it_is_replayed() -
 
 def test_every_reason_has_a_sentence() -> None:
     named = {"uninitialised", "constant", "collective", "routing", "opaque", "recurrent", "unrepeatable", "transfer"}
-    named |= {"gradient", "overwritten"}
+    named |= {"gradient"}
     named |= {"unseen", "external", "parameter", "generator", "barrier", "cut", "unit"}
     assert REASONS.keys() == named  # each has a test above or below
 
