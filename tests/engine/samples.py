@@ -123,7 +123,7 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
 def _bytes(t: Tensor) -> Tensor:
     t = t.detach() if t.layout is torch.strided else t.detach().to_dense()
     t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t.resolve_neg()
-    return t.contiguous().reshape(-1).view(torch.uint8)
+    return t.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)  # one element may lie anyhow
 
 
 class Nothing(TorchDispatchMode):
