@@ -459,14 +459,6 @@ def test_a_torch_without_the_switch_for_graphs_is_left_as_it_is(monkeypatch: pyt
     nemo._disable_dynamo_lru_cache()
 
 
-@pytest.fixture
-def ignored(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
-    """What torch's selective checkpointing leaves out of its count, for this test alone."""
-    own: set[Any] = set(torch.utils.checkpoint.SAC_IGNORED_OPS)
-    monkeypatch.setattr(torch.utils.checkpoint, "SAC_IGNORED_OPS", own)
-    return own
-
-
 def test_operators_are_left_out_of_torchs_count(ignored: set[Any]) -> None:
     nemo.ignore_sac_ops([aten.sin.default, None])
     assert aten.sin.default in ignored and None not in ignored

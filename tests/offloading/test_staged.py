@@ -258,12 +258,13 @@ class GatedStore:
     def __init__(self, store: Any) -> None:
         self._store = store
         self.may_write, self.may_read = threading.Event(), threading.Event()
-        self.reading = threading.Event()
+        self.writing, self.reading = threading.Event(), threading.Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     def write(self, slot: Any, source: Tensor) -> None:
+        self.writing.set()
         assert self.may_write.wait(PATIENCE_SECONDS)
         self._store.write(slot, source)
 
@@ -508,6 +509,7 @@ def test_host_memory_stays_taken_until_a_device_that_hangs_has_let_go_of_it(tmp_
 def test_a_lane_that_is_closed_gives_up_what_is_queued_and_leaves_nothing(tmp_path: Path) -> None:
     with rig(tmp_path) as one:
         copies = [one.sent(value)[1] for value in range(3)]
+        assert one.store.writing.wait(PATIENCE_SECONDS)
         opener = threading.Timer(0.1, one.store.open)
         opener.start()
         one.lane.close()
