@@ -17,7 +17,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all bench gpu check docs format clean
+.PHONY: help setup demo test test-all coverage bench gpu check docs format clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -46,13 +46,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup ## Train a small model under plain, full and selective; print memory, work and equality
-	$(PY) -m actmem.demo
+	$(PY) -m actmem demo
 
 test: setup ## Run the tests and the docstring examples
 	$(PY) -m pytest -q -n 2 -m "not slow" tests src --doctest-modules
 
 test-all: setup ## Run everything, full matrices and long searches too
 	HYPOTHESIS_PROFILE=many $(PY) -m pytest -q -n 2 tests src --doctest-modules
+
+coverage: setup ## Run the tests and measure which lines of src/ they reach; pages in build/coverage
+	@mkdir -p build/coverage
+	$(PY) -m pytest -q -n 2 -m "not slow" tests src --doctest-modules --cov --cov-report=term --cov-report=html
 
 bench: setup ## Run every benchmark and write benchmarks/results/
 	$(PY) -m benchmarks.run

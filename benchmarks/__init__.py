@@ -1,4 +1,4 @@
-"""What actmem costs and frees, beside plain training and torch's own checkpointing: `python -m benchmarks.run`.
+"""What actmem costs and saves, next to plain training and torch's own checkpointing: `python -m benchmarks.run`.
 
-Each benchmark is one file with `run(...) -> Outcome`. Sizes are arguments, so that the tests can run it in small.
+Each benchmark is one file with `run(...) -> Outcome`. Sizes are arguments, so that the tests can run small versions.
 """

@@ -1,10 +1,9 @@
-"""One training step in a process of its own, and what the allocator handed out for it.
+"""One training step in its own process, and what the allocator handed out for it.
 
 `actmem.measure` counts the tensors that operators make. Here the C library's allocator, from which torch takes its host
 memory, is asked after every operator how much it has handed out (`mallinfo2`), so that what threads hold on to, copies
 and scratch memory count too. torch's profiler has events of its allocator as well (`profile_memory=True`), but a thread
-that it does not follow frees memory unseen, and the threads that write to the disk let go of what they wrote. Both are
-given: `event_bytes` is never below the truth, and above it by what was freed elsewhere.
+that it does not follow frees memory unseen, and the threads that write to the disk free what they wrote.
 """
 
 from __future__ import annotations
@@ -15,17 +14,14 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import actmem
-from actmem.demo import LlamaLike, Size
+from actmem.cli.demo import LlamaLike, Size
 
 FORMS = ("plain", "full", "disk")
 
@@ -38,7 +34,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 class Asking(TorchDispatchMode):
-    """Ask the allocator after every operator. `peak_bytes` is the most that was handed out, above the beginning."""
+    """Asks the allocator after every operator. `peak_bytes` is the most that was handed out above the start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +45,7 @@ class Asking(TorchDispatchMode):
         self.peak_bytes = 0
 
     def now(self) -> int:
-        """Return the bytes that are handed out now, from the heaps and as mappings of their own."""
+        """Return the bytes handed out now, from the heaps and as separate mappings."""
         found = self._mallinfo()
         return found.uordblks + found.hblkhd
 
@@ -59,9 +55,9 @@ class Asking(TorchDispatchMode):
         return out
 
 
-def in_fresh_process(form: str, size: Size, offload: dict[str, Any], *, num_repetitions: int = 3) -> dict[str, float]:
-    """Run a form of a step in a process of its own, and return its figures."""
-    asked = {"form": form, "size": asdict(size), "offload": offload, "num_repetitions": num_repetitions}
+def in_fresh_process(form: str, size: Size, offload: dict[str, Any]) -> dict[str, float]:
+    """Run a form of a step in its own process, and return its figures."""
+    asked = {"form": form, "size": asdict(size), "offload": offload}
     command = [sys.executable, "-m", "benchmarks.allocator", json.dumps(asked)]
     done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -69,47 +65,27 @@ def in_fresh_process(form: str, size: Size, offload: dict[str, Any], *, num_repe
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def figures(form: str, size: Size, offload: dict[str, Any], *, num_repetitions: int) -> dict[str, float]:
-    """Train a few steps, and return what the last ones took."""
+def figures(form: str, size: Size, offload: dict[str, Any]) -> dict[str, float]:
+    """Train three steps, and return the figures of the last one. By then an offloader knows the order of the step."""
     torch.set_num_threads(1)
     model = LlamaLike(size)
     applied = None
     if form != "plain":
         mode = actmem.Full() if form == "full" else actmem.OffloadActivations(to="disk", **offload)
         applied = actmem.apply(model, mode)
-    seconds: list[float] = []
-    for _ in range(2 + num_repetitions):
-        began = perf_counter()
-        _step(model, size)
-        seconds.append(perf_counter() - began)
-    with Asking():  # the first use of a dispatch mode takes memory of its own
+    _step(model, size)
+    with Asking():  # the first use of a dispatch mode allocates memory
         _step(model, size)
     model.zero_grad()
     with Asking() as asking:
         _step(model, size)
-    model.zero_grad()
-    # Repeated sessions of the profiler in one process give inconsistent events: this is the only one.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        _step(model, size)
     found = {
-        "step_seconds": median(seconds[2:]),
         "allocator_bytes": asking.peak_bytes,
-        "event_bytes": _highest(profiler),
         "out_bytes": 0 if applied is None or (moved := applied.report().moved) is None else moved.out_bytes,
     }
     if applied is not None:
         applied.remove()
     return found
-
-
-def _highest(profiler: Any) -> int:
-    """Add up the profiler's events of memory in order, and return the highest sum."""
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = highest = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        highest = max(highest, now)
-    return highest
 
 
 def _step(model: nn.Module, size: Size) -> None:
@@ -120,8 +96,4 @@ def _step(model: nn.Module, size: Size) -> None:
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
-    print(
-        json.dumps(
-            figures(asked["form"], Size(**asked["size"]), asked["offload"], num_repetitions=asked["num_repetitions"])
-        )
-    )
+    print(json.dumps(figures(asked["form"], Size(**asked["size"]), asked["offload"])))

@@ -2,7 +2,7 @@
 
 Bytes come from the allocator's events in torch's profiler, the one instrument that sees into inductor's graphs too.
 For eager code and for `aot_eager` it agrees with `actmem.measure`; a test says so. Each figure is of a step that adds
-to gradients which are there already, so that activations alone decide. None depends on the machine's speed.
+to existing gradients, so that activations alone decide. None depends on the machine's speed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FORMS: dict[str, Callable[[str], tuple[Any, str | None]]] = {
         "layers.*.attention,layers.*.feed_forward" + ("" if kind == "dense" else ",layers.*.moe"),
     ),
 }
-"""Form -> mode and blocks. The parts are attention and feed-forward, applied apart; the norms between stay outside."""
+"""Form -> mode and blocks. The parts are attention and feed-forward, applied separately; the norms stay outside."""
 BUDGETS = (0.0, 0.1, 0.25, 0.3, 0.5, 0.75, 1.0)
 MARK = "backward begins"
 
@@ -123,7 +123,7 @@ def figures(
             pass
         loss.backward()
 
-    for _ in range(2):  # the first is observed, and makes the gradients; from the second on the tape knows its cut
+    for _ in range(2):  # the first is observed, and creates the gradients; from the second on the tape knows its cut
         step()
     peak_bytes, saved_bytes = allocated(step)
     if applied is None:
@@ -137,7 +137,7 @@ def figures(
 
 
 def allocated(step: Callable[[], None]) -> tuple[int, int]:
-    """Run a step; return the most bytes that it had at once, and what it had when its backward pass began."""
+    """Run a step; return its peak bytes, and its bytes when the backward pass began."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         step()
     events: Any = seen.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
@@ -152,11 +152,11 @@ def allocated(step: Callable[[], None]) -> tuple[int, int]:
 
 
 def _budgets(outcome: Outcome, shape: Shape, budgets: Sequence[float]) -> None:
-    """Measure the compiler's own budget on the whole dense model, beside actmem's modes on the same graph."""
+    """Measure the compiler's own budget on the whole dense model, next to actmem's modes on the same graph."""
     import torch._functorch.config as functorch_config
 
     peaks: list[int] = []
-    with functorch_config.patch(enable_autograd_cache=False):  # its key leaves the budget's solver out
+    with functorch_config.patch(enable_autograd_cache=False):  # its key does not include the budget's solver
         for fraction in budgets:
             found = figures(shape, "dense", "aot_eager", actmem.CompilerBudget(fraction), None, whole=True)
             peaks.append(found["peak_bytes"])
@@ -175,10 +175,10 @@ def _budgets(outcome: Outcome, shape: Shape, budgets: Sequence[float]) -> None:
 
 
 class CountedMoE(MoE):
-    """The zoo's MoE, which counts the tokens of an expert by `histc`, so that a graph can take it in."""
+    """The zoo's MoE, which counts the tokens of an expert by `histc`, so that a graph can include it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sort the tokens by expert, let the experts run on them, and put them back."""
+        """Sort the tokens by expert, run the experts on them, and restore the order."""
         flat = x.flatten(0, -2)
         scores, chosen = self.router(flat)
         num_experts = self.router.gate.out_features
@@ -191,7 +191,7 @@ class CountedMoE(MoE):
 
 
 def build(shape: Shape, kind: str) -> TitanLike:
-    """Build a model. The zoo's MoE counts tokens by `bincount`, whose size no graph knows: it breaks there."""
+    """Build a model. The zoo's MoE counts tokens by `bincount`, whose size a graph does not know: it breaks there."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = TitanLike(
@@ -213,7 +213,7 @@ def build(shape: Shape, kind: str) -> TitanLike:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the compiler's own warnings out of the way."""
+    """Silence the compiler's own warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""Compare ways to a disk, and the disk store with raw I/O: `python -m benchmarks.disk_ways [directory]`.
+"""Compare ways of reaching a disk, and the disk store with raw I/O: `python -m benchmarks.disk_ways [directory]`.
 
 Every way leaves the bytes on the disk and out of the page cache, and reads them from the disk: the column "cache" says
 how much of them was in the page cache afterwards. "raw" moves an aligned buffer with O_DIRECT, as `fio` would; the ways
@@ -34,7 +34,7 @@ def _all_of(move: Callable[..., int], fd: int, view: memoryview, offset: int) ->
 
 
 def _ways(path: Path, num_bytes: int) -> dict[str, tuple[int, Move, Move]]:
-    """Return for each way a descriptor, and what writes and reads `num_bytes` at an offset."""
+    """Return for each way a descriptor, and functions that write and read `num_bytes` at an offset."""
     direct = os.open(path, os.O_RDWR | os.O_DIRECT)
     cached = os.open(path, os.O_RDWR)
     aligned = memoryview(mmap.mmap(-1, num_bytes))
@@ -106,7 +106,7 @@ def _seconds(move: Move, num_bytes: int) -> tuple[float, float]:
 
 
 def compare(directory: Path, num_bytes: int, *, num_rounds: int = 5) -> dict[str, dict[str, float]]:
-    """Measure every way with blocks of one size; speeds in MiB per second, work in processor seconds per GiB."""
+    """Measure every way with blocks of one size; speeds in MiB per second, work in CPU seconds per GiB."""
     store = DiskStore(directory)
     path = store.path.parent / "ways"
     try:
@@ -116,7 +116,7 @@ def compare(directory: Path, num_bytes: int, *, num_rounds: int = 5) -> dict[str
         moves = {name: (write, read) for name, (_, write, read) in ways.items()}
         moves[f"DiskStore, {store.way}"] = _store_way(store, num_bytes)
         found: dict[str, list[tuple[float, ...]]] = {name: [] for name in moves}
-        for turn in range(num_rounds + 1):  # the first writes to space that never was written, which is slower
+        for turn in range(num_rounds + 1):  # the first writes to space never written before, which is slower
             for name, (write, read) in moves.items():
                 before = _cached_bytes()
                 times = *_seconds(write, num_bytes), *_seconds(read, num_bytes)

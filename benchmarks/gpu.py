@@ -1,9 +1,9 @@
 """What a reader with an accelerator can find out for us: `make gpu`. It has not run on hardware yet.
 
-Four questions, one table each. *Bitwise*: is a step under each mode the plain one to the bit? *Peaks*: what does the
-device's own allocator see under torch's forms and actmem's, and does a budget hold? *Overhead*: how long is a step?
-*Streams*: what does offloading to host memory cost against the time that the link needs, and are the numbers right in
-every one of many steps? The figures are written to one JSON file, to be sent back.
+Four questions, one table each. *Bitwise*: is a step under each mode bitwise equal to the plain one? *Peaks*: what does
+the device's own allocator see under torch's forms and actmem's, and does a budget hold? *Overhead*: how long is a step?
+*Streams*: what does offloading to host memory cost relative to the time that the link needs, and are the numbers right
+in every one of many steps? The figures are written to one JSON file, to be sent back.
 
 Kernels that differ from run to run would hide everything else, so torch is asked for deterministic ones, and two plain
 steps are compared first.
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import actmem
 from actmem.catalogue import build, example, tiny
-from actmem.demo import LlamaLike, Size
+from actmem.cli.demo import LlamaLike, Size
 from benchmarks.models import FORMS, train_step
 from benchmarks.outcome import RESULTS, Bound, Outcome
 
@@ -35,7 +35,7 @@ SIZE = Size(dim=1024, num_layers=12, num_heads=16, num_kv_heads=4, ffn=2816, voc
 SMALL = Size(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn=64, vocab=64, batch=2, length=16)
 ARCHITECTURES = ("llama-3.1-8b", "mixtral-8x7b", "gpt-oss-20b", "gemma-3-12b", "vit-l")
 OFFLOADED = 2**16
-"""Values of fewer bytes stay."""
+"""Smaller values stay."""
 
 
 def modes(device: torch.device, size: Size) -> dict[str, actmem.Full | Any]:
@@ -100,7 +100,7 @@ def check_bits(outcome: Outcome, size: Size, device: torch.device) -> None:
 
 
 def _repeats(model: nn.Module, batch: Any) -> bool:
-    """Run two plain steps from one seed and tell whether their gradients are equal."""
+    """Run two plain steps from one seed and return whether their gradients are equal."""
     found: list[list[Tensor]] = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -148,7 +148,7 @@ def see_peaks(outcome: Outcome, size: Size, device: torch.device, dtype: torch.d
 
 
 def _known(device: torch.device) -> str | None:
-    """Return whose speed to plan with where this machine is a CPU: its peak does not depend on it."""
+    """Return the device to plan for if this machine is a CPU: the peak does not depend on it."""
     return "h100-80gb" if device.type == "cpu" else None
 
 
@@ -172,7 +172,7 @@ def _peak(model: nn.Module, batch: Any, device: torch.device) -> tuple[int, int]
 
 
 def see_times(outcome: Outcome, size: Size, device: torch.device, dtype: torch.dtype, num_repetitions: int) -> None:
-    """Time a step under every form, in turn, and offloading against what the link needs."""
+    """Time a step under every form, in turn, and offloading relative to what the link needs."""
     batch = batch_of(size, device)
     models: dict[str, nn.Module] = {form: llama(size, device, dtype, form) for form in FORMS}
     models["actmem offload"] = llama(size, device, dtype)
@@ -207,7 +207,7 @@ def _timed(model: nn.Module, batch: Any, device: torch.device) -> float:
 
 
 def _copy_seconds(num_bytes: int, device: torch.device) -> float:
-    """Time one copy of so many bytes to pinned memory and back, with nothing beside it."""
+    """Time one copy of so many bytes to pinned memory and back, with nothing else running."""
     pinned = device.type != "cpu"
     here = torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=device)
     there = torch.empty(here.shape, dtype=torch.uint8, pin_memory=pinned)
@@ -226,7 +226,7 @@ def _wait(device: torch.device) -> None:
 
 
 def stress_streams(outcome: Outcome, size: Size, device: torch.device, num_steps: int) -> None:
-    """Train with offloading beside a plain twin, on batches of changing size, and compare each step to the bit."""
+    """Train with offloading next to a plain twin, on batches of changing size, and compare each step bit for bit."""
     plain, sent = (llama(size, device, torch.float32) for _ in range(2))
     wrong = 0
     with actmem.apply(sent, modes(device, size)["offload everything"]) as applied:
@@ -277,7 +277,7 @@ def _name(device: torch.device) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run, print, write. Return 1 if a bound is broken, 2 if there is no accelerator."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", help="such as cuda:0; left out: the accelerator that torch finds")
+    parser.add_argument("--device", help="such as cuda:0; default: the accelerator that torch finds")
     parser.add_argument("--small", action="store_true", help="small models only: tries the script, measures nothing")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder to write gpu.json into")
     given = parser.parse_args(argv)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import actmem
-from actmem.demo import Size
+from actmem.cli.demo import Size
 from actmem.engine import tape, values
 from benchmarks.models import llama, quantised, train_step
 from benchmarks.outcome import Bound, Outcome
@@ -61,7 +61,7 @@ def _llama(outcome: Outcome, size: Size) -> None:
 def _figures(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Any]:
     """Measure the second and third step: the first under actmem is observed and checked.
 
-    The second makes its gradients. The third adds to gradients that are there, so that its peak is one of activations.
+    The second creates its gradients. The third adds to existing gradients, so that its peak is one of activations.
     """
     train_step(model, batch)
     model.zero_grad()
@@ -81,7 +81,7 @@ def _figures(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Any]:
 
 
 def _quantised(outcome: Outcome, *, dim: int, num_layers: int, num_weights: int, num_rows: int) -> None:
-    """Hold no weight that an unseen kernel made: at most what plain autograd holds, and the inputs of the layers."""
+    """Check that no weight made by an unseen kernel is held: at most what plain autograd holds, plus layer inputs."""
     x = torch.randn(num_rows, dim, generator=torch.Generator().manual_seed(1))
     shown = ("accumulating_bytes", "saved_bytes", "replayed_operators")
     found: dict[str, dict[str, Any]] = {}
@@ -95,7 +95,7 @@ def _quantised(outcome: Outcome, *, dim: int, num_layers: int, num_weights: int,
 
 
 def _leaks(outcome: Outcome, size: Size, num_steps: int) -> None:
-    """Leave nothing behind: with the garbage collector off, after many steps as much is alive as after two."""
+    """Check that nothing is left behind: without garbage collection, as much is alive after many steps as after two."""
     for form in ("actmem full", "actmem selective"):
         for dropping in (False, True):
             name = f"{form}, every second graph dropped" if dropping else form
@@ -112,7 +112,7 @@ def _leaks(outcome: Outcome, size: Size, num_steps: int) -> None:
 
 
 def _alive_after(model: nn.Module, size: Size, num_steps: int, dropping: bool) -> tuple[int, int]:
-    """Train, and return the bytes and the number of the engine's objects that are alive afterwards."""
+    """Train, and return the bytes and the number of engine objects alive afterwards."""
     batch = size.tokens()
 
     def steps() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import actmem
-from actmem.demo import LlamaLike, Size
+from actmem.cli.demo import LlamaLike, Size
 from benchmarks.torch_forms import checkpoint_fully, checkpoint_selectively
 
 SELECTIVE = actmem.Selective(save=["attention", actmem.every_second("matmul")])
@@ -36,7 +36,7 @@ def llama(size: Size, form: str) -> LlamaLike:
 
 
 def train_step(model: nn.Module, batch: tuple[Tensor, ...], *, accumulate: bool = False) -> Tensor:
-    """Run forward and backward, from no gradients or on top of those that are there; return the loss."""
+    """Run forward and backward, from no gradients or on top of existing ones; return the loss."""
     torch.manual_seed(0)
     if not accumulate:
         model.zero_grad()
@@ -59,7 +59,7 @@ class Dequantised(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Make the weight again, and return the gradient of x."""
+        """Dequantise the weight again, and return the gradient of x."""
         return grads[0] @ dequantise(ctx.packed, ctx.scale).t(), None, None
 
 
@@ -119,7 +119,7 @@ def quantised(dim: int, num_layers: int, num_weights: int, form: str) -> Quantis
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with batch norms, and a way around them."""
+    """Two convolutions with batch norms, and a skip connection."""
 
     def __init__(self, channels_in: int, channels: int) -> None:
         super().__init__()
@@ -170,13 +170,13 @@ class Down(nn.Module):
         self.both = _twice(channels_in, channels)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the smaller map, and the map that goes across."""
+        """Return the smaller map, and the map for the skip connection."""
         across = self.both(x)
         return functional.avg_pool2d(across, 2), across
 
 
 class Up(nn.Module):
-    """Double the size, then two convolutions over what came up and what came across."""
+    """Double the size, then two convolutions over the upsampled map and the skip connection."""
 
     def __init__(self, channels_in: int, channels: int) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Up(nn.Module):
         self.both = _twice(2 * channels, channels)
 
     def forward(self, x: Tensor, across: Tensor) -> Tensor:
-        """Return a map of the size of what came across."""
+        """Return a map of the size of the skip connection."""
         return self.both(torch.cat([self.larger(x), across], 1))
 
 

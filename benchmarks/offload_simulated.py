@@ -1,17 +1,17 @@
 """How well the accelerator lane hides its copies, simulated: `python -m benchmarks.offload_simulated`.
 
 Every figure here is simulated. No clock is read and no device is used: the real lane runs on the virtual accelerator of
-the tests, which adds up the seconds that kernels and copies would take and honours every event. So the figures say what
-the lane's edges cost, and nothing about any hardware.
+the tests, which adds up the seconds that kernels and copies would take and honours every event. So the figures show
+what the lane's dependencies cost, and nothing about any hardware.
 
-A step is `num_units` pieces of work. Each forward piece makes a tensor, which is sent away; each backward piece needs
+A step is `num_units` pieces of work. Each forward piece makes a tensor, which is offloaded; each backward piece needs
 its tensor back. With f, b the seconds of a forward and a backward piece, l those of one copy, and a link that carries
 both directions at once, no schedule that sends in order and fetches in reverse order is faster than
 
     f + (n - 1) max(f, l) + 2 l + (n - 1) max(b, l) + b
 
 the greater of compute and link in both passes, plus the tail: the first piece before anything can leave, the last
-tensor's way out and back, and the last piece after everything has come.
+tensor's way out and back, and the last piece after everything has arrived.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TimedDevice(VirtualDevice):
         return self.copy_seconds if work.is_copy else self.kernel_seconds
 
     def done(self, event: Event) -> bool:
-        """Tell whether the event lies in the host's past. The host is never slower than its device."""
+        """Return whether the event lies in the host's past. The host is never slower than its device."""
         return event.seconds <= self.host_seconds
 
     def compute_for(self, seconds: float, reads: list[Tensor], writes: list[Tensor]) -> None:

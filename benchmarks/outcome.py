@@ -90,7 +90,7 @@ def environment() -> dict[str, Any]:
 
 
 def shown(key: str, value: Any) -> str:
-    """Print a figure in the unit that its name says."""
+    """Format a figure in the unit that its name states."""
     if key.endswith("_bytes"):
         return f"{value / 2**20:.2f} MiB"
     if key.endswith("_flops"):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import actmem
-from actmem.demo import Size
+from actmem.cli.demo import Size
 from benchmarks.models import llama, train_step
 from benchmarks.outcome import Bound, Outcome
 
@@ -28,7 +28,7 @@ NOTHING_LIMIT = 1.02
 NUM_ATTEMPTS = 3
 NUM_WARM_UP = 5
 CONTROL = "a second plain model"
-"""Differs from plain in nothing: how far its ratios lie from 1 is what this machine cannot tell apart."""
+"""Identical to plain: how far its ratios lie from 1 is the noise of this machine."""
 
 Step = Callable[[], float]
 

@@ -1,14 +1,14 @@
-"""What a fitted plan promises: a true peak, less time than anything named, a proven gap, and to be found soon.
+"""What a fitted plan promises: a true peak, less time than any named mode, a proven gap, and a short search.
 
-Four parts. *True*: at many budgets the predicted peak, the measured peak and the budget, and the gradients to the bit;
-beside it the compiler's own budget on the same model. *Good*: at the measured peaks of torch's forms, what the fitted
-plan runs again and how long it takes. *Proven*: the gap at each of those budgets. *Fast*: the seconds that the planner
-takes for large models, each in a process of its own.
+Four parts. *True*: at many budgets the predicted peak, the measured peak and the budget, and the gradients bit for bit;
+for comparison, the compiler's own budget on the same model. *Good*: at the measured peaks of torch's forms, what the
+fitted plan runs again and how long it takes. *Proven*: the gap at each of those budgets. *Fast*: the seconds that the
+planner takes for large models, each in its own process.
 
-Peaks are `actmem.measure`'s: all tensors alive, with gradients that the step makes and without an optimizer, unless a
-name says AdamW. True plans for an H100 by its roofline, so that the figures repeat on every machine; Good plans for
-this machine, and times steps on one thread, in turn. torch's `sac_ilp` is left out: it asks
-torch's `SACEstimator` for operator times, which has them from CUDA alone.
+Peaks are `actmem.measure`'s: all tensors alive, with the gradients that the step creates and without an optimizer,
+unless a name says AdamW. *True* plans for an H100 by its roofline, so that the figures repeat on every machine; *Good*
+plans for this machine, and times steps on one thread, in turn. torch's `sac_ilp` is not included: it gets operator
+times from torch's `SACEstimator`, which has them for CUDA only.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import actmem
-from actmem import demo, ops
-from actmem.planner import fitting
-from actmem.planner.frontier import NAMED
-from actmem.planner.solve import Solution, smallest_peak, solve
+from actmem import ops
+from actmem.cli import demo
+from actmem.planner import budget_fit
+from actmem.planner.cost_frontier import NAMED
+from actmem.planner.solver import Solution, smallest_peak, solve
 from actmem.structure import find_blocks
 from benchmarks import compile as compiling
 from benchmarks.models import ResNetLike, UNetLike, train_step
@@ -50,7 +51,7 @@ EXACT_LIMIT, FAKE_MOE_LIMIT = 1.005, 1.05
 GAP_LIMIT = {False: 0.005, True: 0.01}
 """Of a step's time, for dense and for sparse models."""
 NEAR_LEAST = 1.05
-"""How much more than the proven least a plan for time may replay, where that least is above a bound."""
+"""How much more than the proven minimum a plan for time may replay, where that minimum is above a bound."""
 FRACTIONS = (0.0, 0.1, 0.25, 0.5, 1.0)
 """Of the compiler's budget."""
 
@@ -86,7 +87,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Large:
-    """A model of the catalogue, and over how many ranks it is sharded: so many that activations count."""
+    """A model of the catalogue, and the number of ranks it is sharded over: so many that activations count."""
 
     name: str
     shard: int
@@ -119,12 +120,12 @@ def run(
     """Plan, apply, measure and time everything, and compare it with the bounds.
 
     Args:
-        scale: how large the models are that are really trained.
-        num_budgets: at how many budgets each is planned, applied and verified.
+        scale: the size of the models that are really trained.
+        num_budgets: the number of budgets at which each is planned, applied and verified.
         num_repetitions: how often each step is timed.
-        fractions: what to ask the compiler for; none to leave it out.
-        large: for which models the planner is timed.
-        more_layers: one model with few and with many layers; none to leave the comparison out.
+        fractions: what to ask the compiler for; none to skip it.
+        large: the models that the planner is timed for.
+        more_layers: one model with few and with many layers; none to skip the comparison.
         only: the names of the models to train; none for all.
     """
     scale = scale or Scale()
@@ -152,7 +153,7 @@ def run(
 
 
 def cases(scale: Scale) -> list[Case]:
-    """Return the models: Llama-like of some depths, first; then a mixture of experts, a ResNet-like and a U-Net."""
+    """Return the models: Llama-like ones of several depths, a mixture of experts, a ResNet-like one and a U-Net."""
     found: list[Case] = []
     for num_layers in scale.num_layers:
         size = demo.Size(
@@ -185,7 +186,7 @@ def cases(scale: Scale) -> list[Case]:
 
 
 def _true(outcome: Outcome, case: Case, num_budgets: int) -> None:
-    """Fit, apply, measure and verify at budgets from the smallest that can be kept to the plain peak."""
+    """Fit, apply, measure and verify at budgets from the smallest feasible one to the plain peak."""
     model = case.make()
     profile = actmem.profile(model, case.batch, fake=case.fake, optimizer=case.optimizer)
     least, most = smallest_peak(profile)[0], _measured(case, "plain").peak_bytes
@@ -249,7 +250,7 @@ def _measured(case: Case, form: str | actmem.Plan) -> actmem.Measurement:
     for _ in range(2):
         step()
     model.zero_grad()
-    return actmem.measure(step, model=model, optimizer=optimizer)
+    return _tensors(actmem.measure(step, model=model, optimizer=optimizer))
 
 
 # ---------------------------------------------------------------- the compiler's budget
@@ -263,7 +264,7 @@ def _compiler(outcome: Outcome, case: Case, fractions: Sequence[float]) -> None:
     least = smallest_peak(actmem.profile(case.make(), case.batch, optimizer=None))[0]
     peaks: dict[str, list[int]] = {"the compiler's budget": [], "fitted": []}
     cheapest = inf
-    with compiling.quiet(), functorch_config.patch(enable_autograd_cache=False):  # its key leaves the solver out
+    with compiling.quiet(), functorch_config.patch(enable_autograd_cache=False):  # its key does not include the solver
         for fraction in fractions:
             compiled = _measured_compiled(case, fraction)
             fitted = _measured(
@@ -301,7 +302,12 @@ def _measured_compiled(case: Case, fraction: float) -> actmem.Measurement:
     for _ in range(2):
         step()
     model.zero_grad()
-    return actmem.measure(step, model=model)
+    return _tensors(actmem.measure(step, model=model))
+
+
+def _tensors(found: actmem.Measurement) -> actmem.Measurement:
+    """Take the peak of tensors: a budget covers them, and headroom covers what kernels allocate for themselves."""
+    return dataclasses.replace(found, peak_bytes=found.tensor_bytes)
 
 
 def _flops(measured: actmem.Measurement) -> int:
@@ -312,7 +318,7 @@ def _flops(measured: actmem.Measurement) -> int:
 
 
 def _good(outcome: Outcome, case: Case, num_repetitions: int) -> None:
-    """Fit at the measured peaks of torch's forms, and compare what is run again, and the time."""
+    """Fit at the measured peaks of torch's forms, and compare replayed work and time."""
     model = case.make()
     theirs = {form: _measured(case, form) for form in ("torch selective", "torch full")}
     budgets = {
@@ -348,7 +354,7 @@ def _good(outcome: Outcome, case: Case, num_repetitions: int) -> None:
         least = _least_flops(profile, budget) / theirs[form].replayed_flops
         outcome.measured[f"{case.name}: fitted to {name}"]["least_to_torch"] = least
         if limit is not None:
-            # Where it is proven that no plan of this budget keeps the bound, the plan must be near what is possible.
+            # Where provably no plan of this budget keeps the bound, the plan must be close to the possible minimum.
             what = f"{case.name}, fitted to {name}: replayed FLOPs / torch's (no plan can be below {least:.3f})"
             outcome.bounds.append(Bound(what, ratio, max(limit, NEAR_LEAST * least), exact=False))
     what = f"{case.name}, fitted to torch's peaks"
@@ -360,7 +366,7 @@ def _good(outcome: Outcome, case: Case, num_repetitions: int) -> None:
 
 
 def _least_flops(profile: actmem.Profile, budget: int) -> float:
-    """Return a number of FLOPs that every plan within a budget replays: the bound of a plan for FLOPs alone."""
+    """Return a lower bound on the FLOPs that any plan within a budget replays: the bound of a plan for FLOPs alone."""
     flops = [float(cost.flops) for cost in profile.costs]
     return solve(profile, flops, budget, step_seconds=sum(flops)).bound_seconds
 
@@ -423,7 +429,7 @@ def _contexts() -> Any:
     """Make torch's selective contexts: attention and collectives are saved, and every second product of a block.
 
     Products are matrix products and convolutions. Grouped products of experts are not saved: they are not in torch's
-    own list of what is worth saving. Forward and recomputation are counted apart, since their number may be odd.
+    own list of what is worth saving. Forward and recomputation are counted separately, since their number may be odd.
     """
     counts = {False: 0, True: 0}
 
@@ -442,7 +448,7 @@ def _contexts() -> Any:
 
 
 def _fast(outcome: Outcome, large: Large) -> None:
-    """Plan for one large model in a process of its own."""
+    """Plan for one large model in its own process."""
     name, figures = f"{large.name}, {large.shard} ranks, {ROOFLINE} by roofline", _planned(large)
     outcome.measured[name] = figures
     solver, total = (3, 20) if large.sparse else (1, 10)
@@ -487,19 +493,19 @@ def planned(large: Large) -> dict[str, Any]:
     started = perf_counter()
     profile = actmem.profile(model, batch, shard=large.shard)
     profiled = perf_counter()
-    least = smallest_peak(profile, time_limit=2.0)[0]
+    least = smallest_peak(profile)[0]
     budget = (least + actmem.predict(profile, actmem.SaveEverything(), ROOFLINE).peak_bytes) // 2
     solutions: list[Solution] = []
-    really_solve = fitting.solve
+    really_solve = budget_fit.solve
 
     def listened(*args: Any, **kwargs: Any) -> Solution:
         solutions.append(really_solve(*args, **kwargs))
         return solutions[-1]
 
     device = actmem.device(ROOFLINE)
-    with patch.object(fitting, "solve", listened):
+    with patch.object(budget_fit, "solve", listened):
         begun = perf_counter()
-        plan = fitting.fit_profile([profile], budget, device)
+        plan = budget_fit.fit_profile([profile], budget, device)
         done = perf_counter()
     assert plan.predicted is not None
     return {
@@ -515,7 +521,7 @@ def planned(large: Large) -> dict[str, Any]:
 
 
 def _most_resident_bytes() -> int:
-    """Read what Linux says of this process: `ru_maxrss` would count the process that started it too."""
+    """Read Linux's figure for this process: `ru_maxrss` would include the process that started it."""
     (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import compile as compiling
-from benchmarks import memory, offload, offload_simulated, overhead, plan, start, targets
+from benchmarks import memory, offload, offload_simulated, overhead, plan, start, targets, times
 from benchmarks.outcome import RESULTS, Outcome
 from benchmarks.table import DOCUMENT, update
 
@@ -22,9 +22,10 @@ BENCHMARKS: dict[str, Callable[[], Outcome]] = {
     "offload_simulated": offload_simulated.run,
     "plan": plan.run,
     "start": start.run,
+    "times": times.run,
 }
 PAGES: dict[str, Callable[[Path], None]] = {"targets": targets.update, "compile": compiling.update}
-"""What writes the tables of a benchmark that has a page of its own, from the folder of the results."""
+"""Functions that write the tables of a benchmark with its own page, from the folder of the results."""
 
 
 def main(names: Sequence[str], *, results: Path = RESULTS, document: Path = DOCUMENT) -> int:

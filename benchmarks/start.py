@@ -1,4 +1,4 @@
-"""How long a user waits at a cold shell: for the import, for `--help`, and for a plan. Each in a process of its own."""
+"""How long a user waits at a cold shell: for the import, for `--help`, and for a plan. Each in its own process."""
 
 from __future__ import annotations
 

@@ -15,18 +15,18 @@ END = "<!-- results: to here -->"
 
 
 ELSEWHERE = frozenset({"compile", "targets"})
-"""Results whose tables stand on a page of their own."""
+"""Results whose tables have their own page."""
 
 
 def update(document: Path, results: Path) -> None:
-    """Replace what stands between the two marks of `document` by tables of all results but those `ELSEWHERE`."""
+    """Replace the text between the two marks of `document` by tables of all results except those `ELSEWHERE`."""
     found = [json.loads(path.read_text()) for path in sorted(results.glob("*.json")) if path.stem not in ELSEWHERE]
     text = "\n".join(line for result in found for line in _section(result))
     document.write_text(replaced(document.read_text(), BEGIN, END, text))
 
 
 def replaced(document: str, begin: str, end: str, text: str) -> str:
-    """Return the document with `text` between two marks, in place of what stood there."""
+    """Return the document with the text between two marks replaced by `text`."""
     before, rest = document.split(begin)
     _, after = rest.split(end)
     return f"{before}{begin}\n\n{text}\n{end}{after}"

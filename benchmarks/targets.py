@@ -1,7 +1,7 @@
-"""What each target and mode frees, and what it runs again, in the families of models that people train.
+"""What each target and mode frees, and what it recomputes, in the families of models that people train.
 
 Bytes and FLOPs come from `actmem.measure` and repeat on every machine with the same torch and transformers. The models
-have few layers and little width, in the proportions of their large relatives. The tables stand in docs/tuning.md.
+have few layers and little width, in the proportions of their large relatives. The tables are in docs/tuning.md.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MODES: dict[str, Mode] = {
     "save attention, every second matmul": Selective(save=["attention", every_second("matmul")]),
     "save attention, matmul, grouped_matmul": Selective(save=["attention", "matmul", "grouped_matmul"]),
 }
-"""Beside the targets. The names of selective modes say what they save."""
+"""Modes in addition to the targets. The names of selective modes say what they save."""
 TOGETHER = (("norm", "attn_proj"), ("norm", "mlp"), ("norm", "moe_act"), ("norm", "attention", "routed_experts"))
-"""Targets that are asked for at once, where a model has all of them."""
+"""Targets that are combined, where a model has all of them."""
 LADDER = {
     "norm": 'Targets(["norm"])',
     "save attention, matmul, grouped_matmul": 'Selective(save=["attention", "matmul", "grouped_matmul"])',
@@ -45,7 +45,7 @@ LADDER = {
     "save attention": 'Selective(save=["attention"])',
     "Full()": "Full()",
 }
-"""What to try one after the other, for the first of the families."""
+"""What to try in turn, for the first of the families."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _qwen3_moe(scale: Scale) -> nn.Module:
 
 def _deepseek_v3(scale: Scale) -> nn.Module:
     latent = {"q_lora_rank": scale.width // 4, "kv_lora_rank": scale.width // 8}
-    # Values are as wide as keys here: a CPU has no fused attention for narrower ones, and an accelerator has.
+    # Values are as wide as keys here: a CPU has no fused attention for narrower ones, while an accelerator does.
     heads = {"qk_nope_head_dim": scale.width // 8, "qk_rope_head_dim": scale.width // 16}
     heads["v_head_dim"] = sum(heads.values())
     routing = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
@@ -171,7 +171,7 @@ def _family(family: str, scale: Scale) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "plain", _compared(plain, plain)
     found = find_roles(model, find_blocks(model))
     present = {target for its_roles in found for target in its_roles}
-    named = {name: Targets([name]) for name in actmem.plan.TARGETS if name in present}
+    named = {name: Targets([name]) for name in actmem.decision_rules.TARGETS if name in present}
     named |= {" + ".join(names): Targets(names) for names in TOGETHER if present.issuperset(names)}
     for name, mode in {**named, **MODES}.items():
         with actmem.apply(model, mode):
@@ -179,7 +179,7 @@ def _family(family: str, scale: Scale) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _figures(model: nn.Module, scale: Scale) -> actmem.Measurement:
-    """Measure the third step, which adds to gradients that are there: then activations alone decide its peak."""
+    """Measure the third step, which adds to existing gradients: then activations alone decide its peak."""
     step = _stepper(model, scale)
     for _ in range(2):
         step()

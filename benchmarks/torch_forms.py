@@ -36,7 +36,7 @@ def checkpoint_selectively(model: Any) -> None:
 
 
 def _policy() -> Callable[..., CheckpointPolicy]:
-    """Return a policy with a count of its own. Forward and recomputation are counted apart: seven matmuls are odd."""
+    """Return a policy with its own count. Forward and recomputation are counted separately: seven matmuls are odd."""
     counts = {False: 0, True: 0}
 
     def policy(context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:

@@ -1,4 +1,4 @@
-"""Train in a plain loop under three modes: the losses are the same to the bit, the memory is not."""
+"""Train in a plain loop under three modes: the losses are bitwise equal, the memory is not."""
 
 import torch
 
@@ -23,7 +23,7 @@ def train(mode: actmem.Full | actmem.Selective | None) -> tuple[list[float], int
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
 
-    applied = None if mode is None else actmem.apply(model, mode)  # the only line that a loop needs
+    applied = None if mode is None else actmem.apply(model, mode)  # the only line to add to a loop
     for _ in range(4):
         step()
     peak_bytes = actmem.measure(step, model=model, optimizer=optimizer).peak_bytes

@@ -1,4 +1,4 @@
-"""Name a budget: the plan is made before training, says its peak beforehand, and keeps it."""
+"""Set a budget: the plan is made before training, predicts its peak, and meets the prediction."""
 
 import torch
 
@@ -19,24 +19,25 @@ def step() -> None:
     optimizer.zero_grad()
 
 
-found = actmem.profile(model, batch)  # on tensors without bytes
+found = actmem.profile(model, batch)  # on fake tensors
 plain_bytes = actmem.predict(found, actmem.SaveEverything(), "h100-80gb").peak_bytes
 least_bytes = actmem.predict(found, actmem.Full(), "h100-80gb").peak_bytes
-budget = (plain_bytes + least_bytes) // 2  # yours says "20GiB", or 0.9 of the device
+budget = (plain_bytes + least_bytes) // 2  # in your code: "20GiB", or 0.9 of the device
 
 plan = actmem.fit(model, batch, budget=budget, device="h100-80gb", headroom=0.0)
 applied = actmem.apply(model, plan)
-step()  # makes the optimizer's state
+step()  # creates the optimizer state
 measured = actmem.measure(step, model=model, optimizer=optimizer)
 
 print(f"saving everything takes {plain_bytes:9,} bytes")
 print(f"the budget              {budget:9,}")
 print(f"predicted under plan    {plan.predicted.peak_bytes:9,}, at {plan.predicted.peak_at}")
-print(f"measured                {measured.peak_bytes:9,}, at {measured.peak_op}")
+print(f"measured, in tensors    {measured.tensor_bytes:9,}")
+print(f"measured in all         {measured.peak_bytes:9,}, at {measured.peak_op}")
 print(f"step time               {plan.predicted.step_time_ratio:.4f} of plain, none below {plan.predicted.bound:.4f}")
-assert measured.peak_bytes == plan.predicted.peak_bytes <= budget
+assert measured.tensor_bytes == plan.predicted.peak_bytes <= budget
 
 try:
     actmem.fit(model, batch, budget="1MiB", device="h100-80gb")
 except actmem.BudgetError as error:
-    print(f"\nAnd one that cannot be kept:\n{error}")
+    print(f"\nAnd one that cannot be met:\n{error}")

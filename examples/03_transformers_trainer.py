@@ -1,4 +1,4 @@
-"""Fine-tune with the Trainer of transformers: hand it a callback."""
+"""Fine-tune with the transformers Trainer: pass it a callback."""
 
 import tempfile
 
@@ -38,18 +38,16 @@ def train(callbacks: list[ActmemCallback], **settings: object) -> list[float]:
 metrics: list[dict] = []
 plain = train([])
 full = train([ActmemCallback(actmem.Full(), on_metrics=metrics.append)])
-print(f"losses under Full() are those of plain training: {full == plain}")
+print(f"losses under Full() equal those of plain training: {full == plain}")
 print(f"metrics of the last step: {metrics[-1]}")
 
 # A budget is planned when training begins, for the longest samples of the trainer's own data.
 callback = ActmemCallback(actmem.Budget("6.1MiB", device="h100-80gb"))
 budget = train([callback])
-print(
-    f"losses under a budget too: {budget == plain}; predicted peak {callback.applied.plan.predicted.peak_bytes:,} bytes"
-)
+print(f"and under a budget: {budget == plain}; predicted peak {callback.applied.plan.predicted.peak_bytes:,} bytes")
 assert plain == full == budget
 
-# Two things that recompute at once are refused, with the argument to set.
+# Two recomputation mechanisms at once are refused; the message names the argument to set.
 try:
     train([ActmemCallback(actmem.Full())], gradient_checkpointing=True)
 except actmem.ApplyError as error:

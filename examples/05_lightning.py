@@ -1,4 +1,4 @@
-"""Train a LightningModule: hand the callback to Lightning's Trainer."""
+"""Train a LightningModule: pass the callback to Lightning's Trainer."""
 
 import lightning.pytorch as pl
 import torch
@@ -12,7 +12,7 @@ CONFIG = tiny("qwen3-8b")
 
 
 class Writer(pl.LightningModule):
-    """A language model in training."""
+    """A language model to train."""
 
     def __init__(self) -> None:
         super().__init__()

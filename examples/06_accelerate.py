@@ -1,4 +1,4 @@
-"""Train with Accelerate, in bf16 and with gradient accumulation: apply first, prepare afterwards."""
+"""Train with Accelerate, in bf16 and with gradient accumulation: apply first, then prepare."""
 
 import torch
 from accelerate import Accelerator
@@ -28,7 +28,7 @@ def train(mode: actmem.Full | None) -> list[float]:
             optimizer.zero_grad()
         losses.append(float(loss.detach()))
     if applied is not None:
-        accelerator.print(step_metrics(applied))  # a plain dict, of this rank
+        accelerator.print(step_metrics(applied))  # a plain dict for this rank
         applied.remove()
     return losses
 

@@ -1,4 +1,4 @@
-"""Send activations to a disk and fetch them back in time: `python 07_offload_disk.py [directory on a disk]`."""
+"""Offload activations to a disk and prefetch them in time: `python 07_offload_disk.py [directory on a disk]`."""
 
 import sys
 
@@ -33,7 +33,9 @@ for mode in (
     moved = applied.report().moved
     same = all(torch.equal(plain[name], p.grad) for name, p in model.named_parameters())
     print(f"{type(mode).__name__}: {saved_bytes:,} bytes saved in memory instead of {plain_bytes:,}")
-    print(f"  {moved.out_bytes:,} bytes went out, {moved.back_bytes:,} came back, {moved.waiting_bytes} are away now")
+    print(
+        f"  {moved.out_bytes:,} bytes copied out, {moved.back_bytes:,} fetched back, {moved.waiting_bytes} outstanding"
+    )
     print(f"  the same gradients: {same}")
     assert same
     applied.remove()

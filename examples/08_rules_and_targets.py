@@ -1,4 +1,4 @@
-"""Say what to do with parts of a layer: by target, by rule, in some layers only. Print, save and read back the plan."""
+"""Decide for parts of a layer: by target, by rule, or only in some layers. Print, save and load the plan."""
 
 import tempfile
 from pathlib import Path
@@ -35,7 +35,7 @@ print(f"\n{report}\n")
 
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder, "plan.json")
-    applied.plan.save(path)  # readable, and can be edited
+    applied.plan.save(path)  # readable and editable
     print(path.read_text()[:600], "...")
     again = actmem.apply(model, actmem.FromPlan(path))
     assert again.plan.rules == applied.plan.rules

@@ -1,4 +1,4 @@
-"""Train under torch.compile: the same mode, carried out by the compiler's partitioner."""
+"""Train under torch.compile: the same mode, implemented by the compiler's partitioner."""
 
 import torch
 
@@ -10,14 +10,14 @@ batch = example(CONFIG, batch=2, sequence=64, device="cpu")
 
 
 def train(mode: actmem.Full | actmem.Selective | None) -> tuple[list[float], actmem.Report | None]:
-    """Train three steps, with every layer compiled; return the losses and what was done."""
+    """Train three steps with every layer compiled; return the losses and the report."""
     torch.manual_seed(0)
     torch.compiler.reset()
     model = build(CONFIG, device="cpu", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     applied = None if mode is None else actmem.apply(model, mode)  # before or after compile
     for layer in model.model.layers:
-        layer.compile(backend="aot_eager")  # yours says nothing: inductor
+        layer.compile(backend="aot_eager")  # in your code: the default, inductor
     losses = []
     for _ in range(3):
         loss = model(**batch).loss

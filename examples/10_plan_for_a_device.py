@@ -1,4 +1,4 @@
-"""Plan for hardware that is not here: Llama-3.1-8B on one H100, and with adapters on one RTX 4090. Nothing is run."""
+"""Plan for hardware you need not have: Llama-3.1-8B on one H100, and with adapters on one RTX 4090. Nothing is run."""
 
 from peft import LoraConfig, get_peft_model
 

@@ -1,4 +1,4 @@
-"""Declare a function whose kernel torch cannot see: it is then replayed, instead of its results being held."""
+"""Declare a function whose kernel torch cannot see: it is then replayed instead of having its results held."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ import actmem
 
 
 class Gate(torch.autograd.Function):
-    """x * sigmoid(x), by a kernel that writes through a pointer. Numpy stands for Triton or C++ here."""
+    """x * sigmoid(x), computed by a kernel that writes through a pointer. Numpy takes the place of Triton or C++."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
@@ -21,25 +21,25 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
-        """Compute its gradient."""
+        """Compute the gradient of the gate."""
         out, sigmoid = ctx.saved_tensors
         return grad * (sigmoid + out * (1 - sigmoid))
 
 
 class Layer(nn.Module):
-    """A layer that uses it."""
+    """A layer that uses the gate."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Widen, gate, narrow."""
+        """Project up, apply the gate, project down."""
         return x + self.down(Gate.apply(self.up(x)))
 
 
 def train() -> tuple[dict[str, Tensor], int]:
-    """Compute gradients under Full(); return them, and the bytes held for backward in the layers."""
+    """Compute gradients under Full(); return them and the bytes held for backward in the layers."""
     torch.manual_seed(0)
     model, x = nn.Sequential(*[Layer() for _ in range(4)]), torch.randn(128, 64)
     model(x).square().mean().backward()
@@ -53,9 +53,9 @@ def train() -> tuple[dict[str, Tensor], int]:
 
 
 before, unseen_bytes = train()
-actmem.replayable(Gate)  # "it only reads what it is given, and only writes what it returns"
+actmem.replayable(Gate)  # "it reads only its arguments and writes only its results"
 after, declared_bytes = train()
-print(f"unseen:   {unseen_bytes:,} bytes held, because what an unseen kernel wrote cannot be made again")
+print(f"unseen:   {unseen_bytes:,} bytes held, because the results of an unseen kernel cannot be recomputed")
 print(f"declared: {declared_bytes:,} bytes held: the kernel runs again in the backward pass")
-print("and the gradients are those of plain training, both times")
+print("and the gradients equal those of plain training both times")
 assert declared_bytes < unseen_bytes

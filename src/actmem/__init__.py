@@ -8,18 +8,19 @@
 <Applied Full() on 3 blocks>
 """
 
-# A name is imported when it is first asked for: the command line answers before torch is loaded, and the solver is
-# loaded by those who plan.
+# Names are imported on first use: the command line answers before torch is loaded, and the solver is loaded only for
+# planning.
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from actmem.doors import on_first_use
+
 if TYPE_CHECKING:
-    from actmem.applying import Applied, apply
-    from actmem.causes import Explanation, explain
+    from actmem.applying import Applied, apply, offload
+    from actmem.decision_rules import Rule
     from actmem.devices import Device, device, known_devices
-    from actmem.diagnosis import Diagnosis, doctor
-    from actmem.engine.declaring import replayable
+    from actmem.diagnosis import Diagnosis, Explanation, doctor, explain
+    from actmem.engine import replayable
     from actmem.errors import (
         ActmemError,
         ApplyError,
@@ -48,14 +49,15 @@ if TYPE_CHECKING:
         Targets,
         every_second,
     )
-    from actmem.plan import Plan, Predicted, Rule
-    from actmem.planner import Frontier, Largest, Prediction, fit, frontier, largest, predict
+    from actmem.plan import Plan
+    from actmem.planner import Frontier, Largest, fit, frontier, largest
     from actmem.profiles import Profile
     from actmem.profiling import profile
-    from actmem.report import Report, Trace
-    from actmem.sending import offload
+    from actmem.reporting import Report, Trace
     from actmem.settings import Offload
+    from actmem.simulation import Prediction, predict
     from actmem.verification import Verification, verify
+
 
 __version__ = "0.1.0.dev0"
 
@@ -82,7 +84,6 @@ __all__ = [
     "OffloadError",
     "Plan",
     "PlanError",
-    "Predicted",
     "Prediction",
     "Profile",
     "ReplayError",
@@ -115,92 +116,29 @@ __all__ = [
     "verify",
 ]
 
-_HOMES = {
-    "actmem.applying": (
-        "Applied",
-        "apply",
-    ),
-    "actmem.causes": (
-        "Explanation",
-        "explain",
-    ),
-    "actmem.devices": (
-        "Device",
-        "device",
-        "known_devices",
-    ),
-    "actmem.diagnosis": (
-        "Diagnosis",
-        "doctor",
-    ),
-    "actmem.engine.declaring": ("replayable",),
-    "actmem.errors": (
-        "ActmemError",
-        "ApplyError",
-        "BudgetError",
-        "DeviceError",
-        "FreedStorageError",
-        "ModeError",
-        "OffloadError",
-        "PlanError",
-        "ReplayError",
-        "SelfCheckError",
-        "StructureError",
-        "UnsupportedError",
-        "VersionError",
-    ),
-    "actmem.measuring": (
-        "Measurement",
-        "measure",
-    ),
-    "actmem.modes": (
-        "Budget",
-        "CompilerBudget",
-        "FromPlan",
-        "Full",
-        "OffloadActivations",
-        "Rules",
-        "SaveEverything",
-        "Selective",
-        "Targets",
-        "every_second",
-    ),
-    "actmem.plan": (
-        "Plan",
-        "Predicted",
-        "Rule",
-    ),
-    "actmem.planner": (
-        "Frontier",
-        "Largest",
-        "Prediction",
-        "fit",
-        "frontier",
-        "largest",
-        "predict",
-    ),
-    "actmem.profiles": ("Profile",),
-    "actmem.profiling": ("profile",),
-    "actmem.report": (
-        "Report",
-        "Trace",
-    ),
-    "actmem.sending": ("offload",),
-    "actmem.settings": ("Offload",),
-    "actmem.verification": (
-        "Verification",
-        "verify",
-    ),
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'actmem' has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_HOME[name]), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        "actmem.applying": "Applied apply offload",
+        "actmem.decision_rules": "Rule",
+        "actmem.devices": "Device device known_devices",
+        "actmem.diagnosis": "Diagnosis Explanation doctor explain",
+        "actmem.engine": "replayable",
+        "actmem.errors": (
+            "ActmemError ApplyError BudgetError DeviceError FreedStorageError ModeError OffloadError "
+            "PlanError ReplayError SelfCheckError StructureError UnsupportedError VersionError"
+        ),
+        "actmem.measuring": "Measurement measure",
+        "actmem.modes": (
+            "Budget CompilerBudget FromPlan Full OffloadActivations Rules SaveEverything Selective Targets every_second"
+        ),
+        "actmem.plan": "Plan",
+        "actmem.planner": "Frontier Largest fit frontier largest",
+        "actmem.profiles": "Profile",
+        "actmem.profiling": "profile",
+        "actmem.reporting": "Report Trace",
+        "actmem.settings": "Offload",
+        "actmem.simulation": "Prediction predict",
+        "actmem.verification": "Verification verify",
+    },
+)

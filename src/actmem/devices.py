@@ -1,13 +1,13 @@
-"""Know what accelerators and links can do: memory, FLOP/s, bandwidth, each with its source, without torch.
+"""What accelerators and links can do: memory, FLOP/s and bandwidth, each with its source. Does not import torch.
 
 NOTE [ figures of devices ]
-All figures stand in `devices.toml`, beside the document that states them. A file of the user's, named by the
-environment variable ACTMEM_DEVICES or by `path`, has the same form and is read over it, figure by figure. A figure that
-is not there is None here, and what needs it raises an error that says how to give it. Nothing is guessed.
+All figures are in `devices.toml`, each with the document that states it. A user's own file, named by the environment
+variable ACTMEM_DEVICES or by `path`, has the same format and overrides it figure by figure. A missing figure is None
+here, and code that needs it raises an error that says how to supply it. Nothing is guessed.
 
-A datasheet states peaks. `attainable` says what part of a peak real kernels reach: of matrix products, of memory, of
-the link to the host. Each is one constant with its reason, not a model of a kernel. Both files may set it, for all
-devices or for one.
+A datasheet states peaks. `attainable` says what fraction of a peak real kernels reach, for matrix products, for memory
+and for the link to the host. Each is one constant with its reason, not a model of a kernel. Both files may set it, for
+all devices or for one.
 """
 
 import functools
@@ -25,10 +25,10 @@ from actmem.errors import DeviceError
 __all__ = ["DEVICES_VARIABLE", "THIS_MACHINE", "Attainable", "Device", "Nvme", "device", "known_devices"]
 
 DEVICES_VARIABLE = "ACTMEM_DEVICES"
-"""The environment variable that names a file of the user's own devices."""
+"""The environment variable that names the user's own device file."""
 
 THIS_MACHINE = "this-machine"
-"""The key of the device that is measured, not looked up."""
+"""The key of the device that is measured rather than looked up."""
 
 _FIGURES_OF = {
     "bfloat16": ("bf16", "fp32"),
@@ -42,31 +42,31 @@ _BANDWIDTH_ONLY = ("int", "uint", "bool", "qint", "quint", "bits")
 
 @dataclass(frozen=True)
 class Attainable:
-    """Say which fraction of a peak real kernels reach. The default takes figures as they are, as for measured ones."""
+    """The fraction of a peak that real kernels reach. The default, for measured figures, uses them unchanged."""
 
     matmul: float = 1.0
-    """Of the FLOP/s, by matrix products."""
+    """Fraction of the peak FLOP/s that matrix products reach."""
     memory: float = 1.0
-    """Of the memory's bandwidth, by operators that only move bytes."""
+    """Fraction of the memory bandwidth that operators reach which only move bytes."""
     link: float = 1.0
-    """Of the link to the host, by large copies."""
+    """Fraction of the host link's bandwidth that large copies reach."""
 
 
 @dataclass(frozen=True)
 class Nvme:
-    """Say how fast a class of drives is."""
+    """Speed of a class of drives."""
 
     key: str
-    """Its name in the file, such as `pcie5-x4`."""
+    """Name in the file, such as `pcie5-x4`."""
     read_bytes_per_second: float
-    """Sequential reads."""
+    """Speed of sequential reads."""
     write_bytes_per_second: float
-    """Sequential writes."""
+    """Speed of sequential writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Hold what one device can do. See NOTE [ figures of devices ].
+    """What one device can do. See NOTE [ figures of devices ].
 
     >>> h100 = device("h100-80gb")
     >>> h100.memory_bytes, h100.flops_per_second["bf16"]
@@ -76,35 +76,35 @@ class Device:
     """
 
     key: str
-    """Its name in the file, such as `h100-80gb`."""
+    """Name in the file, such as `h100-80gb`."""
     name: str
-    """What it is, in words."""
+    """Full name."""
     memory_bytes: int
-    """How much memory it has, as its maker states it."""
+    """Memory size, as the vendor states it."""
     flops_per_second: dict[str, float] = field(hash=False)
-    """Dense peaks by kind of number: `bf16`, `fp16`, `fp32`, `tf32`, `fp8`, `fp64`, those that are stated."""
+    """Dense peaks by number format: those of `bf16`, `fp16`, `fp32`, `tf32`, `fp8` and `fp64` that are stated."""
     memory_bytes_per_second: float | None = None
-    """The peak bandwidth of its memory."""
+    """Peak memory bandwidth."""
     host_link_bytes_per_second: float | None = None
-    """The peak of the link to the host's memory, in one direction."""
+    """Peak bandwidth of the link to host memory, in one direction."""
     nvme: Nvme | None = None
-    """The drives that its host is taken to have."""
+    """The drives that its host is assumed to have."""
     attainable: Attainable = Attainable()
-    """Which part of these peaks is reached."""
+    """What fraction of these peaks is reached."""
     sources: dict[str, str] = field(default_factory=dict[str, str], hash=False)
-    """Where each figure is from, by its path, such as `flops_per_second.bf16`."""
+    """Source of each figure, by its path, such as `flops_per_second.bf16`."""
 
     def seconds(self, flops: int, moved_bytes: int, dtype: str) -> float:
-        """Return the time of an operator by the roofline: computing or moving, whichever takes longer.
+        """Return the roofline time of an operator: computing or moving bytes, whichever takes longer.
 
-        `dtype` is a name of torch's, such as `bfloat16` or `float8_e4m3fn`, or `tf32`. One without a figure counts at
-        the rate of fp32. Of integers only the moving counts.
+        `dtype` is the name of a torch dtype, such as `bfloat16` or `float8_e4m3fn`, or `tf32`. One without a figure
+        counts at the rate of fp32. For integers, only the moved bytes count.
 
         >>> device("h100-80gb").seconds(flops=2 * 4096**3, moved_bytes=3 * 4096**2 * 2, dtype="bfloat16")
         0.000198...
 
         Raises:
-            DeviceError: if the device has no figure that this needs, or the dtype is not known.
+            DeviceError: if the device lacks a figure that this needs, or the dtype is not known.
         """
         rate = self.flop_rate(dtype) if flops else None
         computing = flops / (rate * self.attainable.matmul) if rate is not None else 0.0
@@ -120,7 +120,7 @@ class Device:
         True
 
         Raises:
-            DeviceError: if the device has neither this figure nor that of fp32, or the dtype is not known.
+            DeviceError: if the device has neither this figure nor the one for fp32, or the dtype is not known.
         """
         dtype = dtype.removeprefix("torch.")
         if dtype.startswith(_BANDWIDTH_ONLY):
@@ -132,15 +132,15 @@ class Device:
         return self._figure(f"flops_per_second.{names[0]}", None, "100e12")
 
     def offload_rate(self, to: Literal["host", "disk"]) -> float:
-        """Return the bytes per second, each way, that can be counted on when values are offloaded.
+        """Return the sustained bandwidth for offloading, in bytes per second, in each direction.
 
-        What goes to disk passes the link to the host too; the slowest of link, reading and writing counts.
+        Bytes on the way to disk pass the host link too; the slowest of link, reads and writes counts.
 
         >>> device("h100-80gb").offload_rate("host"), device("h100-80gb").offload_rate("disk")
         (51200000000.0, 10000000000.0)
 
         Raises:
-            DeviceError: if the device has no figure that this needs.
+            DeviceError: if the device lacks a figure that this needs.
         """
         rates: list[float] = []
         if to == "host" or self.host_link_bytes_per_second is not None:  # a CPU reaches its disk without such a link
@@ -159,14 +159,14 @@ class Device:
 
     def _missing(self, name: str, example: str) -> DeviceError:
         return DeviceError(
-            f"the device {self.key!r} ({self.name}) has no figure for {name}: none with a source is known, and none is "
-            f"guessed. Give it in a file of your own, named by {DEVICES_VARIABLE} or by path, with these lines:\n"
+            f"the device {self.key!r} ({self.name}) has no figure for {name}: no sourced figure is known, and none is "
+            f"guessed. Add it in a file of your own, named by {DEVICES_VARIABLE} or by path, with these lines:\n"
             f"[devices.{self.key}]\n{name} = {example}"
         )
 
 
 def device(which: "str | Device", *, path: str | os.PathLike[str] | None = None) -> Device:
-    """Return a device by its name. A `Device` is returned as it is.
+    """Return a device by its name. A `Device` is returned unchanged.
 
     >>> device("rtx4090-24gb").name
     'NVIDIA GeForce RTX 4090 24 GB'
@@ -178,35 +178,35 @@ def device(which: "str | Device", *, path: str | os.PathLike[str] | None = None)
         path: A file of your own, as for `known_devices`.
 
     Raises:
-        DeviceError: if there is no such device; the message has the nearest names.
+        DeviceError: if there is no such device; the message lists the closest names.
     """
     if isinstance(which, Device):
         return which
     known = known_devices(path=path)
     if not isinstance(cast(object, which), str):
-        raise DeviceError(f"device = {which!r} is no device. Expected one of {', '.join(known)}, or a Device.")
+        raise DeviceError(f"device = {which!r} is not a device. Expected one of {', '.join(known)}, or a Device.")
     found = {_plain(key): key for key in known}.get(_plain(which))
     if found is not None:
         return known[found]
     near = _nearest(which, known)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     raise DeviceError(
-        f"device {which!r} is not known. Permitted: {', '.join(known)}.{hint} Another one goes into a file of your "
+        f"device {which!r} is not known. Permitted: {', '.join(known)}.{hint} Add others in a file of your "
         f"own, named by {DEVICES_VARIABLE} or by path, as [devices.NAME] with name, memory_bytes and what is known."
     )
 
 
 def known_devices(*, path: str | os.PathLike[str] | None = None) -> dict[str, Device]:
-    """Return all devices by key: the built-in ones, and those of the user's file.
+    """Return all devices by key: the built-in ones, and those in the user's file.
 
     >>> sorted(known_devices())[:3]
     ['a100-40gb', 'a100-80gb', 'a100-pcie-80gb']
 
     Args:
-        path: A TOML file of the user's, read over the built-in one. None: the one that ACTMEM_DEVICES names, if any.
+        path: Your own TOML file, which overrides the built-in one. Default: the one that ACTMEM_DEVICES names, if any.
 
     Raises:
-        DeviceError: if that file cannot be read, or has a mistake; the message says where.
+        DeviceError: if that file cannot be read or has a mistake; the message says where.
     """
     path = path if path is not None else os.environ.get(DEVICES_VARIABLE) or None
     if path is None:
@@ -216,12 +216,12 @@ def known_devices(*, path: str | os.PathLike[str] | None = None) -> dict[str, De
         own = tomllib.loads(Path(where).read_text(encoding="utf-8"))
     except OSError as error:
         raise DeviceError(
-            f"the file of devices {where!r} cannot be read: {error.strerror or error}. It is named by "
-            f"{DEVICES_VARIABLE} or by path. Name a TOML file that is there, or leave both out."
+            f"the device file {where!r} cannot be read: {error.strerror or error}. It is named by "
+            f"{DEVICES_VARIABLE} or by path. Name a TOML file that exists, or leave both out."
         ) from error
-    except ValueError as error:  # so are the errors of the reader, and those of UTF-8
+    except ValueError as error:  # covers both the TOML reader's errors and UTF-8 errors
         raise DeviceError(
-            f"the file of devices {where!r} cannot be read as TOML: {error}. "
+            f"the device file {where!r} cannot be read as TOML: {error}. "
             "Expected tables such as [devices.NAME], with lines such as memory_bytes = 80_000_000_000."
         ) from error
     return _read(_over(_document(), own), where, default_source=where)
@@ -243,7 +243,7 @@ class _Figure(_Table):
     @model_validator(mode="before")
     @classmethod
     def _plain_number(cls, given: Any, info: ValidationInfo) -> Any:
-        """Take a plain number too. Where a file of the user's is read, it is the source of what states none."""
+        """Accept a plain number too. In a user's file, a figure without a source gets the file itself as its source."""
         table = {"value": given} if isinstance(given, (int, float)) and not isinstance(given, bool) else given
         if info.context is None or not isinstance(table, dict):
             return table
@@ -307,15 +307,15 @@ def _read(document: dict[str, Any], where: str, default_source: str | None = Non
     try:
         file = _File.model_validate(document, context=default_source)
     except ValidationError as error:
-        raise DeviceError(f"the file of devices {where!r}: {_explain(error)}") from None
+        raise DeviceError(f"the device file {where!r}: {_explain(error)}") from None
     return {key: _made(key, table, file, where) for key, table in file.devices.items()}
 
 
 def _made(key: str, table: _Device, file: _File, where: str) -> Device:
     if table.nvme is not None and table.nvme not in file.nvme:
         raise DeviceError(
-            f"the file of devices {where!r}: devices.{key}.nvme = {table.nvme!r} is no known class of drives. "
-            f"Permitted: {', '.join(file.nvme)}. Another one needs a table [nvme.{table.nvme}] of its own."
+            f"the device file {where!r}: devices.{key}.nvme = {table.nvme!r} is not a known class of drives. "
+            f"Permitted: {', '.join(file.nvme)}. To use another, add a table [nvme.{table.nvme}]."
         )
     drive = None if table.nvme is None else file.nvme[table.nvme]
     own, common = _given(table.attainable), _given(file.attainable)
@@ -352,7 +352,7 @@ def _value(figure: _Figure | None) -> float | None:
 
 
 def _over(under: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
-    """Lay one document over another, table by table; a figure replaces a figure as a whole."""
+    """Merge one document into another, table by table; a figure replaces a figure as a whole."""
     merged = dict(under)
     for name, entry in upper.items():
         below = merged.get(name)
@@ -362,7 +362,7 @@ def _over(under: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
 
 
 def _explain(error: ValidationError) -> str:
-    """Say in our own words what pydantic found first."""
+    """Describe the first error that pydantic found, in our own words."""
     first = error.errors(include_url=False)[0]
     path = [str(part) for part in first["loc"]]
     figure = path[:-1] if path[-1] in ("value", "source") else path
@@ -381,20 +381,20 @@ def _explain(error: ValidationError) -> str:
             )
             return f"{'.'.join(path)} is missing. Add the line {path[-1]} = {example} to [{'.'.join(path[:-1])}]."
         case "less_than_equal":
-            return f"{where} = {found!r} is more than all of a peak. Expected a fraction up to 1.0, such as 0.8."
+            return f"{where} = {found!r} is more than the whole peak. Expected a fraction up to 1.0, such as 0.8."
         case "string_too_short" if path[-1] == "[key]":
             return f"{path[0]} has a table without a name. Write [{path[0]}.NAME]."
         case "string_type" | "string_too_short":
-            return f'{".".join(path)} = {found!r} is no text. Write {path[-1]} = "...".'
+            return f'{".".join(path)} = {found!r} is not a string. Write {path[-1]} = "...".'
         case _ if _is_table(path):
-            return f"{where} = {found!r} is no table. Expected [{where}], with {', '.join(_permitted(path))}."
+            return f"{where} = {found!r} is not a table. Expected [{where}], with {', '.join(_permitted(path))}."
         case _:
             example = "0.8" if "attainable" in figure else "80_000_000_000" if name == "memory_bytes" else "1e12"
-            return f"{where} = {found!r} is no figure. Expected a number above 0. Write {name} = {example}."
+            return f"{where} = {found!r} is not a figure. Expected a number above 0. Write {name} = {example}."
 
 
 def _permitted(path: list[str]) -> list[str]:
-    """Return the keys that a table of the file may have; for a figure, its two."""
+    """Return the keys that a table of the file may have; for a figure, `value` and `source`."""
     match path:
         case []:
             table = _File
@@ -426,8 +426,8 @@ def _other_figures(dtype: str) -> tuple[str, ...]:
     if dtype.startswith(("float", "complex")):
         return ("fp32",)
     raise DeviceError(
-        f"dtype = {dtype!r} is not known. Expected a name of torch's, such as {', '.join(_FIGURES_OF)}, float8_e4m3fn "
-        "or int64; tf32 stands for float32 on tensor cores."
+        f"dtype = {dtype!r} is not known. Expected the name of a torch dtype, such as {', '.join(_FIGURES_OF)}, "
+        "float8_e4m3fn or int64; tf32 means float32 on tensor cores."
     )
 
 
@@ -436,7 +436,7 @@ def _plain(name: str) -> str:
 
 
 def _nearest(name: str, known: dict[str, Device]) -> list[str]:
-    """Return what a mistaken name may mean: the same family, else a longer name, else a family that looks alike."""
+    """Return what a mistyped name may mean: the same family, else a longer name, else a family spelled similarly."""
     families = {key: key.split("-")[0].lower() for key in known}
     words = name.lower().replace("_", " ").replace("-", " ").split()
     same = [key for key, family in families.items() if family in words]

@@ -1,7 +1,7 @@
-"""Say what a user asks for: one small frozen class for each mode, without torch.
+"""The modes a user can ask for: one small frozen class each. Does not import torch.
 
 Every mode but `FromPlan` becomes rules through `.rules()`; see NOTE [ rules ] in plan.py. Modes hold plain data only,
-can be compared, and print as the line that makes them.
+compare by value, and print as the line of code that creates them.
 """
 
 import os
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
 from typing import cast
 
-from actmem.amounts import parse_budget
+from actmem.decision_rules import TARGETS, Rule, Slices, check_rules, check_target
 from actmem.errors import ModeError
 from actmem.ops import INPUT, is_glob, split_selector
-from actmem.plan import TARGETS, Rule, Slices, check_rules, check_target
-from actmem.settings import Offload
+from actmem.settings import STORES, Offload
+from actmem.units import parse_budget
 
 __all__ = [
     "TARGETS",
@@ -51,7 +51,7 @@ class SaveEverything:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Full:
-    """Recompute everything in the chosen layers; save all in the others.
+    """Recompute everything in the chosen layers; save everything in the others.
 
     >>> Full(every=2).rules()
     (Rule('recompute', layers='0::2'), Rule('save'))
@@ -59,17 +59,17 @@ class Full:
     (Rule('recompute', layers='-4:'), Rule('save'))
 
     Raises:
-        ModeError: if `every` is below 1, `first` below 0, or `layers` is no slice text or stands beside them.
+        ModeError: if `every` is below 1, `first` is below 0, or `layers` is not a slice or is combined with them.
     """
 
     every: int = 1
-    """Distance between the layers to recompute: 1 takes every layer, 2 every second."""
+    """Stride of the layers to recompute: 1 recomputes every layer, 2 every second."""
     first: int = 0
     """Index of the first layer to recompute."""
     layers: str | None = None
-    """The layers to recompute as python-slice text: `:8` the first eight, `-4:` the last four, `0,4:6` these."""
+    """The layers to recompute, as Python slices: `:8` the first eight, `-4:` the last four, `0,4:6` these three."""
     offload_inputs: Offload | None = None
-    """Send what a block is given away as well, so that next to nothing of it stays. None: it is held."""
+    """Offload block inputs too, so that next to nothing of a block stays in memory. None holds them."""
 
     def __post_init__(self) -> None:
         _check_offload("offload_inputs", self.offload_inputs)
@@ -93,30 +93,30 @@ class Full:
 
 @dataclass(frozen=True, repr=False)
 class EverySecond:
-    """Stand for the 1st, 3rd, 5th, ... operator that a selector matches in each block call. Made by `every_second`."""
+    """The 1st, 3rd, 5th, ... operator that a selector matches in each block call. Created by `every_second`."""
 
     op: str
-    """Operator group, operator or glob, with `MODULE_GLOB::` in front where only some modules are meant."""
+    """Operator group, operator or glob, prefixed with `MODULE_GLOB::` to restrict it to some modules."""
 
     def __repr__(self) -> str:
         return f"every_second({self.op!r})"
 
 
 def every_second(group: str) -> EverySecond:
-    """Name the 1st, 3rd, 5th, ... operator of a group, in forward order, counted anew in each block call.
+    """Select the 1st, 3rd, 5th, ... operator of a group, in forward order, counted separately in each block call.
 
     >>> Selective(save=[every_second("matmul")], force_recompute=[]).rules()
     (Rule('save', op='matmul', nth='::2'), Rule('recompute'))
     """
     if not isinstance(cast(object, group), str):
-        raise ModeError(f"every_second({group!r}) names no operator. Expected a text: write every_second('matmul').")
+        raise ModeError(f"every_second({group!r}) names no operator. Expected a string: write every_second('matmul').")
     _selector_rule(group, found=f"every_second({group!r})")
     return EverySecond(group)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Selective:
-    r"""Save the results of the named operators and recompute all else.
+    r"""Save the results of the named operators and recompute everything else.
 
     >>> Selective(save=["attention", every_second("matmul"), "*.mlp::aten.mm"])
     Selective(save=['attention', every_second('matmul'), '*.mlp::aten.mm'])
@@ -133,20 +133,20 @@ class Selective:
     save: Sequence[str | EverySecond]
     """What to save: operator groups, operators, globs, `MODULE_GLOB::operator`, or `every_second(...)` of any."""
     force_recompute: Sequence[str] = ("router",)
-    """Modules whose products are recomputed and not counted, whatever `save` says: target names, module names (`gate`
-    is any module whose path ends so) or globs. Left as it is: the gates of routers, in models that have them."""
+    """Modules whose matrix products are recomputed and not counted, whatever `save` says: target names, module names
+    (`gate` is any module whose path ends in it) or globs. Default: the gates of routers, in models that have them."""
     save_sliding_window: bool = True
-    """False recomputes the attention of layers that see a sliding window only, even where `save` names attention."""
+    """False recomputes the attention of sliding-window layers, even if `save` names attention."""
     recompute_layer_types: Sequence[str] = ()
-    """Layers of these types are recomputed whole, such as `sliding_attention`, `chunked_attention`, `linear_*`."""
+    """Layer types to recompute whole, such as `sliding_attention`, `chunked_attention`, `linear_*`."""
     min_bytes: int = 0
     """Save only values of at least this many bytes."""
     every: int = 1
-    """Distance between the layers that this is done to; the others save everything."""
+    """Stride of the layers that the mode applies to; the others save everything."""
     layers: str | None = None
-    """The layers that this is done to, as python-slice text; the others save everything."""
+    """The layers that the mode applies to, as Python slices; the others save everything."""
     offload: Offload | None = None
-    """Send what is saved away, instead of holding it. None: it is held."""
+    """Offload what is saved instead of holding it. None holds it."""
 
     def __post_init__(self) -> None:
         _check_offload("offload", self.offload)
@@ -155,7 +155,7 @@ class Selective:
         for index, entry in enumerate(entries):
             if not isinstance(entry, (str, EverySecond)) or not entry:
                 raise ModeError(
-                    f"save[{index}] = {entry!r} is no selector. Expected an operator group, an operator, a glob or "
+                    f"save[{index}] = {entry!r} is not a selector. Expected an operator group, an operator, a glob or "
                     f"every_second(...): write {example}."
                 )
             _selector_rule(entry, found=f"save[{index}] = {entry!r}", min_bytes=self.min_bytes)
@@ -192,7 +192,7 @@ class Selective:
 
 @dataclass(frozen=True, repr=False)
 class Targets:
-    """Recompute the named parts of every block and save all else.
+    """Recompute the named parts of every block and save everything else.
 
     >>> Targets(["norm", "mlp"]).rules()
     (Rule('recompute', target='norm'), Rule('recompute', target='mlp'), Rule('save'))
@@ -205,18 +205,18 @@ class Targets:
 
     names: Sequence[str]
     """The parts to recompute: norm, attn_proj, attention, mlp, mla_up_proj, routed_experts, shared_experts, router,
-    linear_attn or moe_act; or `own:NAME`, a part that the model names in its attribute `actmem_targets`."""
+    linear_attn or moe_act; or `own:NAME`, a part that the model declares in its attribute `actmem_targets`."""
     every: int = field(default=1, kw_only=True)
-    """Distance between the layers that this is done to; the others save everything."""
+    """Stride of the layers that the mode applies to; the others save everything."""
     layers: str | None = field(default=None, kw_only=True)
-    """The layers that this is done to, as python-slice text; the others save everything."""
+    """The layers that the mode applies to, as Python slices; the others save everything."""
 
     def __post_init__(self) -> None:
         entries = _entries("targets", self.names, example="Targets(['norm'])")
         for index, entry in enumerate(entries):
             if not isinstance(entry, str):
                 raise ModeError(
-                    f"targets[{index}] = {entry!r} is no text. Permitted: {', '.join(TARGETS)}: Targets(['norm'])."
+                    f"targets[{index}] = {entry!r} is not a string. Permitted: {', '.join(TARGETS)}: Targets(['norm'])."
                 )
             check_target(entry)
         object.__setattr__(self, "names", tuple(dict.fromkeys(cast(Sequence[str], entries))))
@@ -237,10 +237,10 @@ class Targets:
 class CompilerBudget:
     """Leave the choice to torch.compile's own budget: a fraction of what its graphs would save. Not actmem's engine.
 
-    It holds for every graph that is compiled while the model is applied, works under torch.compile only, and has
-    defects of its own: less budget can mean a higher peak, because the compiler's knapsack does not see what a
-    recomputation must hold, and below 1.0 it has been seen to recompute random operators with other numbers. It stands
-    here for those who compare. docs/compile.md has the figures.
+    It affects every graph that is compiled while the mode is applied, works under torch.compile only, and has defects
+    of its own: a smaller budget can mean a higher peak, because the compiler's knapsack does not see what a
+    recomputation must hold, and below 1.0 it has been seen to recompute random operators with different numbers. It is
+    included for comparison. docs/compile.md has the figures.
 
     >>> CompilerBudget(0.5)
     CompilerBudget(fraction=0.5)
@@ -250,7 +250,7 @@ class CompilerBudget:
     """
 
     fraction: float
-    """0 recomputes all that the compiler can recompute, 1 is its default."""
+    """0 recomputes everything that the compiler can recompute, 1 is the compiler's default."""
 
     def __post_init__(self) -> None:
         if type(self.fraction) not in (int, float) or not 0 <= self.fraction <= 1:
@@ -265,37 +265,40 @@ class CompilerBudget:
 
 @dataclass(frozen=True)
 class Budget:
-    """Hold a step within a number of bytes, and train as fast as that allows. `apply` needs an example batch.
+    """Keep a step within a memory budget, and train as fast as that allows.
+
+    `apply` needs an example batch, or a function that runs one step of your own training loop; `optimizer` and
+    `microbatches` are then those of the loop and keep their defaults here.
 
     >>> Budget("20GiB")
     Budget(amount='20GiB', device=None, offload=None, optimizer='adamw', microbatches=1)
 
     Raises:
-        ModeError: if the amount is none, or another field has a value that is not permitted.
+        ModeError: if the amount cannot be read, or another field has a value that is not permitted.
     """
 
     amount: str | int | float
-    """Such as "20GiB", a number of bytes, or a fraction of the device's memory, such as 0.9. It counts parameters,
-    gradients, optimizer state, activations and temporaries."""
+    """The budget: text such as "20GiB", a number of bytes, or a fraction of the device's memory, such as 0.9. It covers
+    parameters, gradients, optimizer state, activations and temporaries."""
     _: KW_ONLY
     device: str | None = None
-    """Whose speed to plan for, such as "h100-80gb". None: this machine."""
+    """The device to plan for, such as "h100-80gb". None: this machine."""
     offload: str | Offload | None = None
-    """"host" or "disk", or an `Offload`, if values may be sent away."""
+    """"host" or "disk", or an `Offload`, if values may be offloaded."""
     optimizer: str | None = "adamw"
-    """The optimizer to count: "adamw", "adam", "sgd", or None for none."""
+    """The optimizer to count: "adamw", "adam" or "sgd"; None counts none."""
     microbatches: int = 1
-    """How many batches gradients are accumulated over."""
+    """The number of batches that gradients are accumulated over."""
 
     def __post_init__(self) -> None:
         parse_budget(self.amount, device_bytes=2**40)
-        if self.offload not in (None, "host", "disk") and not isinstance(self.offload, Offload):
+        if self.offload not in (None, *STORES) and not isinstance(self.offload, Offload):
             raise ModeError(f"offload = {self.offload!r} is not known. Permitted: 'host', 'disk', an Offload, or None.")
         check_optimizer(self.optimizer)
         _check_count("microbatches", self.microbatches, least=1, meaning="batches to a step", of="Budget")
 
     def rules(self) -> tuple[Rule, ...]:
-        """Refuse: the rules of a budget depend on the model, and are found by `fit`."""
+        """Raise: the rules for a budget depend on the model, and `fit` finds them."""
         raise ModeError(
             "a Budget has no rules of its own. Write actmem.fit(model, example, budget=...), which finds them."
         )
@@ -303,13 +306,13 @@ class Budget:
 
 @dataclass(frozen=True, repr=False)
 class Rules:
-    """Decide by your own rules: the first that matches wins, the last has no selectors and is the default.
+    """Decide by your own rules: the first match wins; the last rule has no selectors and is the default.
 
     >>> Rules([Rule("recompute", target="norm"), Rule("save")])
     Rules([Rule('recompute', target='norm'), Rule('save')])
 
     Raises:
-        ModeError: if there is no rule, the last is no default, or a rule can never match.
+        ModeError: if there are no rules, the last is not a default, or a rule can never match.
     """
 
     listed: Sequence[Rule]
@@ -331,9 +334,9 @@ class Rules:
 
 @dataclass(frozen=True, repr=False)
 class OffloadActivations(Offload):
-    """Send everything that backward needs of the blocks away, and fetch it back in time. Recompute nothing.
+    """Offload everything in the blocks that backward needs, and prefetch it in time. Recompute nothing.
 
-    What lies outside the blocks, such as the output head, whose activations are needed first, stays.
+    Activations outside the blocks stay, such as those of the output head, which backward needs first.
 
     >>> OffloadActivations(to="disk", directory="/scratch").rules()
     (Rule('offload'),)
@@ -357,13 +360,13 @@ class OffloadActivations(Offload):
 
 @dataclass(frozen=True, repr=False)
 class FromPlan:
-    """Do what a plan file says.
+    """Apply the plan in a file.
 
     >>> FromPlan("plan.json")
     FromPlan('plan.json')
 
     Raises:
-        ModeError: if the path is no path.
+        ModeError: if `path` is not a path.
     """
 
     path: str | os.PathLike[str]
@@ -372,7 +375,7 @@ class FromPlan:
     def __post_init__(self) -> None:
         path = cast(object, self.path)
         if not isinstance(path, (str, os.PathLike)) or not os.fspath(cast(str, path)):
-            raise ModeError(f"path = {path!r} is no path. Expected a plan file: write FromPlan('plan.json').")
+            raise ModeError(f"path = {path!r} is not a path. Expected a plan file: write FromPlan('plan.json').")
         object.__setattr__(self, "path", os.fspath(cast(str, path)))
 
     def __repr__(self) -> str:
@@ -391,8 +394,8 @@ def check_optimizer(name: object) -> None:
     """
     if name not in (None, *OPTIMIZERS):
         raise ModeError(
-            f"optimizer = {name!r} is not known. Permitted: {', '.join(OPTIMIZERS)}; None if it is not to be counted, "
-            "as where its state lies elsewhere."
+            f"optimizer = {name!r} is not known. Permitted: {', '.join(OPTIMIZERS)}; None not to count it, for example "
+            "because its state is kept elsewhere."
         )
 
 
@@ -406,7 +409,7 @@ def _check_count(name: str, value: object, *, least: int, meaning: str, of: str 
 
 def _check_offload(name: str, value: object) -> None:
     if value is not None and type(value) is not Offload:
-        raise ModeError(f"{name} = {value!r} is no Offload. Write {name}=Offload(to='host') or Offload(to='disk').")
+        raise ModeError(f"{name} = {value!r} is not an Offload. Write {name}=Offload(to='host') or Offload(to='disk').")
 
 
 def _check_layers(layers: object, every: int, first: int = 0) -> None:
@@ -414,12 +417,12 @@ def _check_layers(layers: object, every: int, first: int = 0) -> None:
         return
     if not isinstance(layers, str):
         hint = f" Write layers={str(layers)!r}." if isinstance(layers, int) else ""
-        raise ModeError(f"layers = {layers!r} is no text. Expected python-slice text, such as '0:24' or '-4:'.{hint}")
+        raise ModeError(f"layers = {layers!r} is not a string. Expected a Python slice, such as '0:24' or '-4:'.{hint}")
     Slices.parse(layers)
     if (every, first) != (1, 0):
         raise ModeError(
-            f"layers = {layers!r} stands beside every = {every} or first = {first}, and both choose layers. "
-            f"Write one of them: layers='{first}::{every}' says the same as the other two."
+            f"layers = {layers!r} cannot be combined with every = {every} or first = {first}: both choose layers. "
+            f"Write one of them: layers='{first}::{every}' means the same as the other two."
         )
 
 
@@ -428,12 +431,12 @@ def _chosen_layers(layers: str | None, every: int, first: int = 0) -> str | None
 
 
 def _only_in(layers: str | None, *rules: Rule) -> tuple[Rule, ...]:
-    """Restrict rules to some layers, and save all in the others."""
+    """Restrict rules to some layers, and save everything in the others."""
     return rules if layers is None else (*(replace(rule, layers=layers) for rule in rules), Rule("save"))
 
 
 def _written(mode: "Full | Selective | Targets") -> str:
-    """Write a mode as the line that makes it, without the options that were left as they are."""
+    """Return the line of code that creates a mode, without options that have their default."""
     arguments: list[str] = []
     for option in fields(mode):
         value = getattr(mode, option.name)
@@ -445,24 +448,24 @@ def _written(mode: "Full | Selective | Targets") -> str:
 
 def _texts(name: str, value: object, *, example: str) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ModeError(f"{name} = {value!r} is no list. Expected a list of names: write {example}.")
+        raise ModeError(f"{name} = {value!r} is not a list. Expected a list of names: write {example}.")
     for index, entry in enumerate(cast(Sequence[object], value)):
         if not isinstance(entry, str) or not entry.strip() or "::" in entry:
-            raise ModeError(f"{name}[{index}] = {entry!r} is no name. Expected a list of names: write {example}.")
+            raise ModeError(f"{name}[{index}] = {entry!r} is not a name. Expected a list of names: write {example}.")
     return tuple(cast(Sequence[str], value))
 
 
 def _entries(name: str, value: object, *, example: str) -> tuple[object, ...]:
-    """Return a non-empty list as a tuple; a lone text is the usual slip."""
+    """Return a non-empty list as a tuple; a lone string is the usual mistake."""
     if isinstance(value, (str, EverySecond)):
         raise ModeError(f"{name} = {value!r} is one entry, not a list. Write [{value!r}].")
     if not isinstance(value, Sequence):
-        raise ModeError(f"{name} = {value!r} is no list. Expected a list: write {example}.")
+        raise ModeError(f"{name} = {value!r} is not a list. Expected a list: write {example}.")
     entries = tuple(cast(Sequence[object], value))
     if not entries:
         raise ModeError(
-            f"{name} is empty. Expected at least one entry: write {example}. To recompute all, write Full(); "
-            "to save all, write SaveEverything()."
+            f"{name} is empty. Expected at least one entry: write {example}. To recompute everything, write Full(); "
+            "to save everything, write SaveEverything()."
         )
     return entries
 

@@ -3,8 +3,8 @@
 NOTE [ operator names ]
 An operator is written `namespace.name` (a packet: `aten.mm`) or `namespace.name.overload` (`aten.mm.default`). The
 spellings `aten::mm`, `aten::mm.default` and `torch.ops.aten.mm` mean the same. A *selector* is a group (`matmul`), such
-a name, a glob over names (`aten.*mm`), or several of these joined by `|`, counted as one. `split_selector` splits one
-with a module in front, `*.mlp::matmul`.
+a name, a glob over names (`aten.*mm`), or several of these joined by `|` and counted as one. `split_selector` splits
+off a leading module, as in `*.mlp::matmul`.
 """
 
 import difflib
@@ -67,11 +67,11 @@ GROUPS: dict[str, frozenset[str]] = {
 }
 """Operator groups: group name -> the packets in it, as names or globs.
 
-`compute_intensive` stands here as it is where torch's own list cannot be read; where it can, that list is taken.
+`compute_intensive` is a fallback: where torch's own list can be read, that list is used instead.
 """
 
 INPUT = "input"
-"""Stands for what a block is given, and for all else that no operator of the block made and backward needs."""
+"""Selects the inputs of a block, and anything else that backward needs and no operator of the block produced."""
 
 HIGHER_ORDER = frozenset(m for group in GROUPS.values() for m in group if m.startswith("higher_order."))
 """Operators that take functions. torch keeps no list of them."""
@@ -86,7 +86,7 @@ _GLOB_CHARACTERS = frozenset("*?[")
 
 
 def is_glob(text: str) -> bool:
-    """Tell whether a text is a glob.
+    """Return whether a text is a glob.
 
     >>> is_glob("aten.*mm"), is_glob("aten.mm")
     (True, False)
@@ -95,7 +95,7 @@ def is_glob(text: str) -> bool:
 
 
 def packet_name(text: str) -> tuple[str, str | None]:
-    """Bring any spelling of an operator into the form (packet, overload), overload None where none is given.
+    """Normalise any spelling of an operator to (packet, overload); the overload is None if the text has none.
 
     >>> packet_name("aten::mm"), packet_name("torch.ops.aten.mm")
     (('aten.mm', None), ('aten.mm', None))
@@ -108,14 +108,14 @@ def packet_name(text: str) -> tuple[str, str | None]:
     parts = _dotted(text).split(".")
     if len(parts) not in (2, 3) or not all(parts):
         raise ValueError(
-            f"operator {text!r} has no known form. Expected namespace.name or namespace.name.overload, "
+            f"operator {text!r} is not in a known form. Expected namespace.name or namespace.name.overload, "
             "such as 'aten.mm', 'aten::mm' or 'aten.mm.default'."
         )
     return f"{parts[0]}.{parts[1]}", parts[2] if len(parts) == 3 else None
 
 
 def matches(selector: str, packet: str, overload: str) -> bool:
-    """Tell whether a selector (a group, an operator, a glob, or some of these joined by `|`) covers an operator.
+    """Return whether a selector (a group, an operator, a glob, or several joined by `|`) covers an operator.
 
     A name or glob without an overload covers all overloads.
 
@@ -137,10 +137,10 @@ def matches(selector: str, packet: str, overload: str) -> bool:
 
 
 def split_selector(text: str) -> tuple[str | None, str]:
-    """Split `MODULE_GLOB::operator` into (module glob, operator); the module is None where none is given.
+    """Split `MODULE_GLOB::operator` into (module glob, operator); the module is None if the text has none.
 
-    What stands before `::` is a module if it contains a dot or a glob character, or if what follows is itself a group
-    or one of torch's operators. Otherwise the whole is an operator name.
+    The part before `::` is a module if it contains a dot or a glob character, or if what follows is itself a group or
+    one of torch's operators. Otherwise the whole text is an operator name.
 
     >>> split_selector("*.mlp::matmul"), split_selector("mlp::aten::mm")
     (('*.mlp', 'matmul'), ('mlp', 'aten::mm'))
@@ -157,7 +157,7 @@ def split_selector(text: str) -> tuple[str | None, str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """List up to three known names that come nearest to a name, best first.
+    """Return up to three known names that are closest to a name, best first.
 
     A name without a dot is compared with the last part of the known names.
 
@@ -175,7 +175,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Write the hint that ends an error message, or nothing where no known name is near.
+    """Return the hint that ends an error message, or an empty string if no known name is close.
 
     >>> did_you_mean("nrom", ["norm", "mlp"])
     " Did you mean 'norm'?"

@@ -1,18 +1,23 @@
-"""Hold what one training step does, as plain data: which values it makes, who needs them, what each operator costs.
+"""What one training step does, as plain data: which values it makes, what needs them, what each operator costs.
 
 NOTE [ The log ]
 A profile is a log of one step in which autograd was given nothing to hold inside the blocks. So each storage dies when
-the program itself lets go of it, and the log is the same whatever a plan decides: what a plan holds, replays and sends
-away comes on top, and `planner.simulate` works it out. Entries, in the order of time:
+the program itself lets go of it, and the log is the same whatever a plan decides: what a plan holds, replays and
+offloads comes on top, and `planner.simulate` works it out. Entries, in chronological order:
 
     ("op", cost, live)             an operator ran; `live` is the bytes alive after it
     ("call", layer, call, cost, live)   the same, of a block's forward, where the tape records it as its n-th call
     ("enter", layer)  ("leave", layer)  a block's forward begins, ends
     ("pack", layer, handle)        autograd saves a value of a block
     ("unpack", layer, handle, live)     a backward step asks for it
-    ("drop", layer, handle)        nobody has it any more
+    ("drop", layer, handle)        nobody has it any more, nor what was unpacked from it
+    ("loose", layer, handle)       autograd let go of it before what was unpacked from it is gone
+    ("done", layer, n)             what the layer's n-th unpack by a Python Function gave is gone
+    ("gone", layer, witness)       in forward: a tensor is gone, and what lies on its storage is not
     ("die", storage)               the program let go of a storage that a block made or read
-    ("phase", name, live)          "backward" begins, or its "end" is reached
+    ("phase", name, live)          "backward" begins, or its "end" is reached; in a step of the user's own loop also
+                                   "optimizer", and "forward" for what goes on after either
+    ("gradients", bytes, live)     in such a step: so many bytes of gradients there are from here on
 """
 
 from __future__ import annotations
@@ -24,13 +29,19 @@ from typing import Any
 
 from actmem.errors import PlanError
 
-__all__ = ["Call", "Cost", "Entry", "Layer", "Profile", "Value", "shifted"]
+__all__ = ["COPY", "WITHOUT_LIVE", "Call", "Cost", "Entry", "Layer", "Profile", "Value", "Write", "shifted"]
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 """The version of profiles that this actmem reads and writes."""
 
 Entry = tuple[Any, ...]
 """One entry of the log. See NOTE [ The log ]."""
+
+COPY = "aten.clone.default"
+"""The operator that copies a value before it is overwritten, or for a backward step that may write to it."""
+
+WITHOUT_LIVE = frozenset(("die", "pack", "drop", "loose", "done", "gone"))
+"""Entries that do not end in the bytes alive."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +51,11 @@ class Cost:
     op: str
     flops: int
     moved_bytes: int
-    """Bytes of the tensors that it reads and writes."""
+    """Bytes of the tensors it reads and writes."""
     dtype: str
-    """What it computes in."""
+    """The dtype it computes in."""
     seconds: float | None = None
-    """As measured, where the profile was made for real."""
+    """Measured seconds, if the profile was made from a real step."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ class Value:
     storage: int
     """Which storage: several versions, and several layers, may share one."""
     call: int
-    """Which call of the layer made it; -1 for what comes from outside."""
+    """The call of the layer that made it; -1 for values from outside."""
     kind: str
     """"made" by a call, an "input", or "state": a parameter or a buffer, which is alive anyway."""
     why: str | None
@@ -63,11 +74,40 @@ class Value:
     reads: tuple[int, ...]
     """The values that a replay of its call reads."""
     writes: int
-    """The value whose storage its call wrote on, which lies under this one; -1 if the call allocated it."""
+    """The value whose storage its call wrote to, which lies under this one; -1 if the call allocated it."""
     overwritten: int
-    """Which call overwrote it; -1 if none did."""
+    """The call that overwrote it; -1 if none did."""
     constant: bool
     """Made from nothing: a constant, which the tape reserves as it does kept values."""
+    copy_bytes: int = 0
+    """Bytes of its storage, which a copy takes, where `num_bytes` leaves them out."""
+    leaf: str = ""
+    """"parameter" or another "leaf" that requires a gradient: held as the object itself, and never offloaded."""
+    slot: int = 0
+    """Which result of its call: 0, 1, ... what the call returned; -1, -2, ... what it wrote."""
+    shown: int = -1
+    """Which tensor shows it when it is born: a number for each tensor of the layer."""
+    pieces: bool = False
+    """Born uninitialised, and it can be known when it has been filled piece by piece."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """One tensor that a call writes."""
+
+    new: int
+    """The value that the call leaves there; -1 if another of its writes lies on the same storage."""
+    storage: int
+    ref: int
+    """Position among what the call refers to; -1 if it is not read again in a replay."""
+    whole: bool
+    """All of the storage is overwritten, and none of it read."""
+    unread: bool
+    """A replay leaves the argument out, as running statistics are."""
+    piece: str = ""
+    """"piece" if it goes on filling a storage that was born uninitialised, "last" if nothing is left after it."""
+    early: tuple[int, ...] = ()
+    """Handles that autograd was given before the call filled what they show."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +120,19 @@ class Call:
     cost: int
     """Index into the costs of the profile."""
     makes: tuple[int, ...]
+    refs: tuple[int, ...] = ()
+    """The values that the tape refers to when it writes the call down, one for each tensor argument."""
+    shown: tuple[int, ...] = ()
+    """The tensor that shows each of them: the base, where the argument is a view."""
+    writes: tuple[Write, ...] = ()
+    never: str | None = None
+    """Why it is never replayed, if it is not."""
+    yields: bool = False
+    """That reason yields where the plan keeps what the call makes."""
+    fresh: bool = True
+    """It may return a tensor that it did not merely write."""
+    out_bytes: int = -1
+    """Bytes of the tensors by which rules with `min_bytes` decide; -1 for those of its values."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +152,10 @@ class Layer:
     """The value of each handle that autograd was given."""
     inputs_bytes: int
     """Bytes of the tensors that the block was called with."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Shapes of those tensors."""
+    by_function: tuple[int, ...] = ()
+    """The handles that a Python autograd Function asks for."""
     parameters_bytes: int = 0
     gradients_bytes: int = 0
     """Bytes of the gradients of its parameters."""
@@ -122,14 +179,18 @@ class Profile:
     parameters_bytes: int = 0
     buffers_bytes: int = 0
     gradients_bytes: int = 0
-    """Bytes of all gradients, when all are there."""
+    """Bytes of all gradients, once all exist."""
     base_bytes: int = 0
-    """What is alive when the step begins: parameters, buffers, what the optimizer holds, gradients that stay."""
+    """Bytes alive when the step begins: parameters, buffers, optimizer state, gradients that stay."""
     optimizer_bytes: int = 0
-    """What the optimizer keeps from step to step."""
+    """Bytes the optimizer keeps from step to step."""
     optimizer: str = "none"
+    calls: tuple[tuple[str, ...], ...] = ()
+    """The tensors of each different call of the model in a step of the user's own loop, such as `x float32 [4, 32]`."""
+    is_step: bool = False
+    """It is a step of the user's own loop: the gradients, the optimizer's state and its step are part of the log."""
     microbatches: int = 1
-    """If more than one, the gradients are there when the step begins: this is the last of several."""
+    """If more than one, the gradients exist when the step begins: this is the last of several."""
     shard: int = 1
     """Over how many ranks parameters, gradients and optimizer state are divided."""
     fake: bool = True
@@ -142,6 +203,13 @@ class Profile:
     """Bytes of each storage that a block made or read."""
     version: int = PROFILE_VERSION
 
+    @property
+    def starting_gradients_bytes(self) -> int:
+        """Bytes of the gradients that exist when the step begins."""
+        if self.is_step:
+            return self.base_bytes - self.parameters_bytes - self.buffers_bytes - self.optimizer_bytes
+        return self.gradients_bytes // self.shard if self.microbatches > 1 else 0
+
     def to_json(self) -> str:
         """Write the profile as JSON."""
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -151,7 +219,7 @@ class Profile:
         """Read a profile from JSON text.
 
         Raises:
-            PlanError: if the text is no profile of this version.
+            PlanError: if the text is not a profile of this version.
         """
         try:
             found = json.loads(text)
@@ -162,26 +230,34 @@ class Profile:
             log = tuple(tuple(entry) for entry in found.pop("log"))
             storages = {int(k): v for k, v in found.pop("storages").items()}
             texts = {name: tuple(found.pop(name)) for name in ("blocks", "shapes")}
-            return cls(layers=layers, costs=costs, log=log, storages=storages, **texts, **found)
+            calls = tuple(tuple(call) for call in found.pop("calls"))
+            return cls(layers=layers, costs=costs, log=log, storages=storages, calls=calls, **texts, **found)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise PlanError(f"this is no profile: {error}. Make one with actmem.profile(...).to_json().") from error
+            raise PlanError(f"this is not a profile: {error}. Make one with actmem.profile(...).to_json().") from error
 
 
 def shifted(entry: Entry, shift: int) -> Entry:
-    """Return an entry of the log with so many bytes more alive.
+    """Return an entry of the log with so many more bytes alive.
 
     >>> shifted(("op", 3, 100), 20), shifted(("die", 7), 20)
     (('op', 3, 120), ('die', 7))
     """
-    return entry if not shift or entry[0] in ("die", "pack", "drop") else (*entry[:-1], entry[-1] + shift)
+    return entry if not shift or entry[0] in WITHOUT_LIVE else (*entry[:-1], entry[-1] + shift)
 
 
 def _layer(found: dict[str, Any]) -> Layer:
-    calls = tuple(Call(**_with_tuple(call, "makes")) for call in found.pop("calls"))
+    calls = tuple(_call(call) for call in found.pop("calls"))
     values = tuple(Value(**_with_tuple(value, "reads")) for value in found.pop("values"))
     roles = {name: tuple(paths) for name, paths in found.pop("roles").items()}
-    tuples = {name: tuple(found.pop(name)) for name in ("modules", "handles")}
+    tuples = {name: tuple(found.pop(name)) for name in ("modules", "handles", "by_function")}
+    tuples["shapes"] = tuple(tuple(shape) for shape in found.pop("shapes"))
     return Layer(calls=calls, values=values, roles=roles, **tuples, **found)
+
+
+def _call(found: dict[str, Any]) -> Call:
+    writes = tuple(Write(**_with_tuple(write, "early")) for write in found.pop("writes"))
+    tuples = {name: tuple(found.pop(name)) for name in ("makes", "refs", "shown")}
+    return Call(writes=writes, **tuples, **found)
 
 
 def _with_tuple(found: dict[str, Any], name: str) -> dict[str, Any]:

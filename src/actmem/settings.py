@@ -1,4 +1,4 @@
-"""Say how to offload, without torch: where to, what is worth it, and how much may be under way."""
+"""Settings of offloading, without torch: where to, what is worth it, and how much may be in flight."""
 
 import os
 from dataclasses import dataclass, fields
@@ -7,18 +7,34 @@ from typing import ClassVar, Literal, cast
 from actmem.errors import ModeError
 from actmem.ops import did_you_mean
 
-__all__ = ["STRICT", "Offload", "Place"]
+__all__ = ["STORES", "STRICT", "Offload", "Place", "StoreKind"]
 
 Place = Literal["host", "disk"]
-_PLACES = ("host", "disk")
+
+
+@dataclass(frozen=True)
+class StoreKind:
+    """What must be known about a store before it is created."""
+
+    frees_host_memory: bool
+    """Whether values stored there leave host memory, so that a model on the CPU benefits."""
+    has_files: bool
+    """Whether it takes a `directory`."""
+
+
+STORES: dict[Place, StoreKind] = {
+    "host": StoreKind(frees_host_memory=False, has_files=False),
+    "disk": StoreKind(frees_host_memory=True, has_files=True),
+}
+"""The table of stores. A new one has a line here, one in `offloading/factory.py`, and a file of its own."""
 
 STRICT: dict[str, bool | str] = {"extra": "forbid", "strict": True}
-"""How pydantic is to read a class from a file. It is imported only then."""
+"""How pydantic reads a class from a file. It is imported only then."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Offload:
-    """Say where offloaded values go, and how.
+    """Where offloaded values go, and how.
 
     >>> Offload(to="disk", directory="/scratch", min_bytes=2**20)
     Offload(to='disk', min_bytes=1048576, directory='/scratch')
@@ -32,29 +48,30 @@ class Offload:
     to: Place
     """`host`: the memory of the machine, for models on an accelerator. `disk`: a private file."""
     min_bytes: int = 64 * 1024
-    """Smaller values stay where they are: moving them costs more than they take."""
-    in_flight_bytes: int = 512 * 2**20
-    """How many bytes may be on their way out at once, and how many may be fetched ahead of their use."""
+    """Smaller values stay where they are: moving them costs more than it saves."""
+    in_flight_bytes: int | None = None
+    """How many bytes may be in flight: sent and still in memory, or prefetched. None: what two blocks send."""
     max_in_flight: int | None = None
-    """How many values may be on their way out at once, besides."""
+    """How many values may be in flight, in addition."""
     pin: bool = True
-    """Use page-locked host memory. Without an accelerator there is none, and this says nothing."""
+    """Use page-locked host memory. Has no effect without an accelerator."""
     use_streams: bool = True
-    """Copy beside the computation. False copies in its line, which is slower and easier to reason about."""
+    """Overlap copies with the computation. False copies synchronously, which is slower and easier to reason about."""
     limit_bytes: int | None = None
-    """The most that may be away at once. None: what the machine has to spare."""
+    """The most bytes that may be offloaded at once. None: what the machine has to spare."""
     directory: str | None = None
     """Where the file of `disk` goes: a folder on a fast local disk. None: the folder for temporary files."""
     copy_cpu: bool = False
-    """Copy values of a model on the CPU to other host memory too. That saves nothing; tests and benchmarks want it."""
+    """Copy values of a model on the CPU to other host memory too. That saves nothing; for tests and benchmarks."""
 
     def __post_init__(self) -> None:
-        if self.to not in _PLACES:
-            hint = did_you_mean(self.to, _PLACES) if isinstance(cast(object, self.to), str) else ""
-            raise ModeError(f"to = {self.to!r} is not known. Permitted: host, disk.{hint} Write Offload(to='host').")
+        if self.to not in STORES:
+            hint = did_you_mean(self.to, tuple(STORES)) if isinstance(cast(object, self.to), str) else ""
+            permitted = ", ".join(STORES)
+            raise ModeError(f"to = {self.to!r} is not known. Permitted: {permitted}.{hint} Write Offload(to='host').")
         for name, least in (("min_bytes", 0), ("in_flight_bytes", 1), ("max_in_flight", 1), ("limit_bytes", 1)):
             value = cast(object, getattr(self, name))
-            if value is None and name in ("max_in_flight", "limit_bytes"):
+            if value is None and name != "min_bytes":
                 continue
             if type(value) is not int or value < least:
                 raise ModeError(f"{name} = {value!r} is not permitted. Expected an int of {least} or more.")
@@ -64,13 +81,25 @@ class Offload:
         directory = cast(object, self.directory)
         if directory is not None:
             if not isinstance(directory, (str, os.PathLike)) or not os.fspath(cast(str, directory)):
-                raise ModeError(f"directory = {directory!r} is no path. Expected a folder, such as '/scratch'.")
+                raise ModeError(f"directory = {directory!r} is not a path. Expected a folder, such as '/scratch'.")
             object.__setattr__(self, "directory", os.fspath(cast(str, directory)))
-            if self.to == "host":
+            if not STORES[self.to].has_files:
                 raise ModeError(
-                    f"directory = {self.directory!r} stands beside to = 'host', which uses no file. "
-                    "Leave it out, or write to='disk'."
+                    f"directory = {self.directory!r} cannot be combined with to = {self.to!r}, which uses no file. "
+                    "Omit it, or write to='disk'."
                 )
+
+    def takes_from(self, device_type: str) -> bool:
+        """Return whether values on such a device can be offloaded.
+
+        >>> Offload(to="host").takes_from("cuda"), Offload(to="host").takes_from("cpu")
+        (True, False)
+        >>> Offload(to="disk").takes_from("cpu")
+        True
+        """
+        if device_type == "cpu":
+            return STORES[self.to].frees_host_memory or self.copy_cpu
+        return device_type != "meta"
 
     def __repr__(self) -> str:
         given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]

@@ -1,7 +1,7 @@
-"""The one place that asks this torch for what its public API does not offer.
+"""The one place that uses private parts of torch.
 
-Every private name that actmem leans on is imported here, once. A torch that lacks one fails at import with the name,
-instead of somewhere in the middle of a backward pass.
+Every private name that actmem relies on is imported here, once. A torch version that lacks one fails at import and
+names it, instead of failing somewhere in the middle of a backward pass.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ __all__ = [
     "alias",
     "alias_in_handler",
     "all_operator_names",
+    "allocation_mark",
     "apart_from_graphs",
     "attention_backends",
     "backward_code",
@@ -55,11 +56,14 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "is_wrapper",
     "keep_graph_order",
+    "log_allocations",
+    "logged_allocations",
     "module_stack",
     "named_buffers",
     "named_modules",
     "never_compile",
     "num_bytes",
+    "num_storage_uses",
     "numerics",
     "opened_parameter",
     "outer_hooks",
@@ -82,10 +86,10 @@ _compiler: Any = torch.compiler
 checkpoint: Any = _checkpointing.checkpoint
 selective_contexts: Any = _checkpointing.create_selective_checkpoint_contexts
 apart_from_graphs: Any = _compiler.disable
-"""Three public functions whose types torch leaves open."""
+"""Three public functions that torch leaves untyped."""
 
 without_fake_mode: Any = unset_fake_temporarily
-"""Return a context in which tensors are made with bytes, although a fake mode is active."""
+"""Return a context in which tensors are real, although a fake mode is active."""
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
@@ -108,12 +112,20 @@ try:
     _set_precision: Callable[[str, str, str], Any] = _C._set_fp32_precision_setter
     _no_dispatch: Any = _C._disabled_torch_dispatch_impl
     has_storage: Callable[[torch.Tensor], bool] = _C._has_storage
+    _num_uses: Callable[[int], int] = _C._storage_Use_Count
+    _begin_log: Callable[[Any], None] = _C._autograd._enable_profiler_legacy
+    _end_log: Callable[[], list[list[Any]]] = _C._autograd._disable_profiler_legacy
+    _record: Callable[[str], Any] = _C._profiler._RecordFunctionFast
+    _log_is_open: Callable[[], bool] = _C._autograd._profiler_enabled
+    _MEMORY_ONLY: Any = _C._profiler.ProfilerConfig(
+        _C._profiler.ProfilerState.CPU, False, True, False, False, False, _C._profiler._ExperimentalConfig()
+    )
     current_graph_task: Callable[[], int] = _C._current_graph_task_id
     graph_is_kept: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
     backward_code: Any = torch.autograd.graph._engine_run_backward.__code__  # pyright: ignore[reportPrivateUsage]
     _engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
     _peek_functorch: Callable[[], Any] = _C._functorch.peek_interpreter_stack
-except AttributeError as missing:  # pragma: no cover - depends on the torch that is installed
+except AttributeError as missing:  # pragma: no cover - depends on the installed torch
     raise ImportError(
         f"actmem needs a part of torch that torch {torch.__version__} does not have: {missing}. "
         "It is tested with torch 2.13; install that version or a newer actmem."
@@ -123,85 +135,87 @@ except AttributeError as missing:  # pragma: no cover - depends on the torch tha
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without history that shares the storage and the version counter of `tensor`.
 
-    For code outside a dispatch handler. No dispatch mode sees the operator: nothing is computed.
+    For code outside a dispatch handler. No dispatch mode sees the operator, as nothing is computed.
     """
     if type(tensor) is not torch.Tensor and getattr(type(tensor), "__torch_dispatch__", None) is not _no_dispatch:
-        return tensor.detach()  # its own dispatch must run: without it a bare tensor without bytes comes back
+        return tensor.detach()  # its own dispatch must run, or the result is a bare tensor without bytes
     with without_dispatch_modes():
         return tensor.detach()
 
 
 def is_wrapper(kind: type) -> bool:
-    """Tell whether a tensor class has a dispatch of its own, and no bytes of its own. Fake tensors count as plain."""
+    """Return whether a tensor class has its own dispatch and no bytes of its own. Fake tensors count as plain."""
     dispatch: Any = getattr(kind, "__torch_dispatch__", None)
     return dispatch is not None and dispatch is not _no_dispatch and not issubclass(kind, FakeTensor)
 
 
 def counting_versions() -> Any:
-    """Return a context in which operators inside `__torch_dispatch__` share and move version counters, as outside."""
+    """Return a context in which operators inside `__torch_dispatch__` share and bump version counters, as outside."""
     return _exclude_key(_ADINPLACE, False)
 
 
 @contextlib.contextmanager
 def resolving_bits() -> Generator[None]:
-    """Let operators inside `__torch_dispatch__` heed conj and neg bits, as outside.
+    """Let operators inside `__torch_dispatch__` honour conj and neg bits, as they do outside.
 
     torch calls a dispatch mode with the keys that resolve these bits excluded. Kernels that take a conjugate view and
-    call further operators on it, as those of `linalg` do, then compute with numbers that are not conjugated.
+    call further operators on it, as those of `linalg` do, would then compute with unconjugated numbers.
     """
     with _exclude_key(_CONJUGATE, False), _exclude_key(_NEGATIVE, False):
         yield
 
 
 def is_composite(func: Any) -> bool:
-    """Tell whether torch runs an operator as other operators, above every backend, unless autograd is left out."""
+    """Return whether torch decomposes an operator into others above every backend, unless autograd is excluded."""
     name = func.name()
-    if getattr(func, "_schema", None) is None or not _is_dispatched(name):  # higher-order, or of TorchScript alone
+    if getattr(func, "_schema", None) is None or not _is_dispatched(name):  # higher-order, or TorchScript only
         return False
     return _has_kernel(name, "CompositeImplicitAutograd") and not _has_kernel(name, "CPU")
 
 
 def divide(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a composite operator inside a mode's handler, and let the mode see its parts.
+    """Run a composite operator inside a mode's handler, so that the mode sees its parts.
 
     Returns:
-        The result; NotImplemented for nested tensors, which have kernels of their own.
+        The result, or NotImplemented for nested tensors, which have their own kernels.
     """
     if any(isinstance(t, torch.Tensor) and t.is_nested for t in (*args, *kwargs.values())):
         return NotImplemented
     with resolving_bits(), mode:
-        return func._op_dk(_COMPOSITE, *args, **kwargs)  # not `decompose`: some of its Python forms give other bits
+        return func._op_dk(
+            _COMPOSITE, *args, **kwargs
+        )  # not `decompose`: some of its Python versions give different bits
 
 
 def alias_in_handler(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same as `alias`, for code inside `__torch_dispatch__`."""
+    """Do what `alias` does, for code inside `__torch_dispatch__`."""
     with _exclude_key(_ADINPLACE, False):
         return tensor.detach()
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Have something called when the backward pass that runs in this thread is over."""
+    """Register a callback for the end of the backward pass that runs in this thread."""
     _engine.queue_callback(callback)
 
 
 def dispatch_modes() -> list[Any]:
-    """Return the dispatch modes that are active in this thread, outermost first."""
+    """Return the active dispatch modes of this thread, outermost first."""
     return _get_current_dispatch_mode_stack()
 
 
 def outer_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """Return the saved-tensor hooks that are in force now, or None."""
+    """Return the saved-tensor hooks that are active now, or None."""
     return _top_hooks(True)
 
 
 def functorch_transform() -> str | None:
-    """Name the innermost functorch transform that is active, such as "Grad" or "Vmap", or None."""
+    """Return the name of the innermost active functorch transform, such as "Grad" or "Vmap", or None."""
     layer = _peek_functorch()
     return None if layer is None else str(layer.key()).rsplit(".", 1)[-1]
 
 
 def all_operator_names() -> frozenset[str]:
-    """Return the packet names of every operator that is registered now, as "aten.mm"."""
+    """Return the packet names of all operators registered so far, such as "aten.mm"."""
     names: list[str] = _C._dispatch_get_all_op_names()
     return frozenset(name.split(".", 1)[0].replace("::", ".") for name in names)
 
@@ -210,28 +224,28 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
 def never_compile(function: Fn) -> Fn:
-    """Keep Dynamo away from a function and from all that it calls.
+    """Keep Dynamo out of a function and everything that it calls.
 
     The engine runs between the operators of functions that are being compiled. torch's own guard for dispatch modes
-    wraps each call and costs more than a microsecond; a mark on the code costs nothing.
+    wraps each call and costs more than a microsecond; marking the code object costs nothing.
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
 
 
 def named_modules(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return `module.named_modules()` as a list, with the types that torch leaves out."""
+    """Return `module.named_modules()` as a list, with the types that torch omits."""
     return list(module.named_modules())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportUnknownVariableType]
 
 
 def named_buffers(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor | None]]:
-    """Return the place, the name and the tensor of every buffer, so that one that was exchanged can be put back."""
+    """Return the owner, the name and the tensor of every buffer, so that a replaced one can be put back."""
     places: list[dict[str, Any]] = [vars(m)["_buffers"] for m in module.modules()]
     return [(place, name, buffer) for place in places for name, buffer in place.items()]
 
 
 def storage_key(storage: Any) -> int:
-    """Return a number that no other living storage has. A dead one's may be used again."""
+    """Return a number that is unique among living storages. It may be reused once the storage is dead."""
     return storage._cdata
 
 
@@ -242,7 +256,7 @@ def numerics() -> tuple[Any, ...]:
     """Return the flags that change the bits of a matrix product or a convolution."""
     return (
         _C._get_mkldnn_enabled(),
-        # Not `_get_float32_matmul_precision`: it raises for whoever sets `torch.backends.*.fp32_precision`.
+        # Not `_get_float32_matmul_precision`: it raises once a program has set `torch.backends.*.fp32_precision`.
         *[_get_precision(*where) for where in _PRECISIONS],
         _C._get_deterministic_algorithms(),
         _C._get_cudnn_enabled(),
@@ -252,12 +266,12 @@ def numerics() -> tuple[Any, ...]:
 
 
 def restore_numerics(flags: tuple[Any, ...]) -> None:
-    """Put the flags of `numerics` in force."""
+    """Set the flags that `numerics` returned."""
     mkldnn, *precisions, deterministic, cudnn, benchmark, cudnn_deterministic = flags
     _C._set_mkldnn_enabled(mkldnn)
     for where, precision in zip(_PRECISIONS, precisions, strict=True):
         if _get_precision(*where) != precision:
-            _set_precision(*where, "none")  # as it is unless somebody set it: what holds for the whole backend
+            _set_precision(*where, "none")  # the default unless set: inherit from the whole backend
             if _get_precision(*where) != precision:
                 _set_precision(*where, precision)
     _C._set_deterministic_algorithms(deterministic, warn_only=_C._get_deterministic_algorithms_warn_only())
@@ -268,7 +282,7 @@ def restore_numerics(flags: tuple[Any, ...]) -> None:
 
 @functools.cache
 def compute_intensive() -> frozenset[str] | None:
-    """Return the operators that torch's own partitioner holds to be dear; None where it does not say."""
+    """Return the operators that torch's own partitioner considers expensive; None if it does not say."""
     try:
         from torch._functorch.partitioners import get_default_op_list
 
@@ -278,8 +292,58 @@ def compute_intensive() -> frozenset[str] | None:
     return frozenset(str(op) for op in listed)
 
 
+def num_storage_uses(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and Python objects hold a storage."""
+    return _num_uses(storage._cdata)  # pyright: ignore[reportPrivateUsage]
+
+
+def allocation_mark(name: str) -> Any:
+    """Return a context whose name stands in the log of allocations where it is entered."""
+    _MARKS.add(name)
+    return _record(name)
+
+
+_MARKS: set[str] = set()
+
+
+def log_allocations() -> bool:
+    """Have torch write down each allocation of this thread in the CPU's memory. Say whether it does.
+
+    The profiler that torch has had before Kineto is used: it can be switched on for a single operator, within two
+    microseconds, and its events are the same each time. It does not run where another profiler does.
+    """
+    if _log_is_open():
+        return False
+    _begin_log(_MEMORY_ONLY)
+    return True
+
+
+def logged_allocations() -> list[int | str]:
+    """End what `log_allocations` began. Return the bytes of each allocation, of each release as less than 0, and marks.
+
+    Other threads have logs of their own: the one that is returned is that of the thread that marks are from.
+    """
+    found: list[int | str] = []
+    for events in _end_log():
+        here: list[int | str] = []
+        marked = False
+        for event in events:
+            kind = event.kind()
+            if kind == "memory_alloc":
+                if event.cpu_memory_usage():
+                    here.append(event.cpu_memory_usage())
+            elif kind == "push" and event.name() in _MARKS:
+                here.append(event.name())
+                marked = True
+        if marked or not found:
+            found = here
+        if marked:
+            break
+    return found
+
+
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
-    """Return the memory format that most kernels give their result: by channels if the tensor lies so, else in order.
+    """Return the memory format that most kernels give their result: channels-last if the tensor is, else contiguous.
 
     >>> suggested_format(torch.zeros(1, 2, 3, 4).to(memory_format=torch.channels_last))
     torch.channels_last
@@ -289,33 +353,33 @@ def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
 
 
 def sizes(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape as numbers. A symbolic size is taken as it was when the graph was traced, without a guard."""
+    """Return the shape as numbers. A symbolic size gets the value it had during tracing, without adding a guard."""
     return tuple(n if type(n) is int else int(cast("Any", n).node.hint or 0) for n in tensor.shape)
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of what a tensor shows, also where its sizes are symbolic; 0 for a nested one without sizes."""
+    """Return the bytes of a tensor's elements, even if its sizes are symbolic; 0 for a nested tensor without sizes."""
     if tensor.is_nested:
         return 0
     return math.prod(sizes(tensor)) * tensor.element_size()
 
 
 def module_stack() -> dict[str, Any] | None:
-    """Return the modules around the operator that is being traced into a graph, outermost first, by identity."""
+    """Return the ids of the modules around the operator that is being traced into a graph, outermost first."""
     return _traceback.current_meta.get("nn_module_stack")
 
 
 def saved_by_partitioner(listener: Callable[[list[Any]], None]) -> None:
-    """Tell the listener, once, which nodes the next graph that is partitioned saves for its backward."""
-    import torch._functorch.partitioners as partitioners  # late: it takes a while, and only compiling needs it
+    """Call the listener once, with the nodes that the next partitioned graph saves for its backward pass."""
+    import torch._functorch.partitioners as partitioners  # imported late: it is slow, and only compiling needs it
 
     module: Any = partitioners
-    _PARTITION_LISTENER[:] = [listener]  # every block of a graph asks for the same
+    _PARTITION_LISTENER[:] = [listener]  # every block of a graph asks for the same one
     clean = module.cleanup_recompute_tags
     if clean.__name__ != _CLEANING:
 
         def clean_all(joint_module: Any, *, is_default_partition: bool) -> Any:
-            # torch's default partitioner forgets what it only prefers to save, if no backward step reads it itself.
+            # torch's default partitioner drops values it merely prefers to save if no backward step reads them itself.
             module.cleanup_recompute_tags = clean
             for node in joint_module.graph.nodes if is_default_partition else ():
                 if node.meta.get("recompute") == _checkpoint.CheckpointPolicy.PREFER_SAVE:
@@ -330,7 +394,7 @@ def saved_by_partitioner(listener: Callable[[list[Any]], None]) -> None:
 
     def tell(joint_module: Any, saved_values: list[Any], *args: Any, **kwargs: Any) -> Any:
         module._extract_fwd_bwd_modules = extract
-        found = extract(joint_module, saved_values, *args, **kwargs)  # takes out what no backward step needs
+        found = extract(joint_module, saved_values, *args, **kwargs)  # removes what no backward step needs
         while _PARTITION_LISTENER:
             _PARTITION_LISTENER.pop()(list(saved_values))
         return found
@@ -345,29 +409,29 @@ _PARTITION_LISTENER: list[Callable[[list[Any]], None]] = []
 
 
 def attention_backends() -> Any:
-    """Return which backends scaled dot product attention may choose among."""
+    """Return the backends that scaled dot product attention may choose from."""
     return _attention._cur_sdpa_kernel_backends(with_priority=True)
 
 
 def with_attention_backends(backends: Any) -> Any:
-    """Return a context in which attention chooses among these backends."""
+    """Return a context in which attention chooses from these backends only."""
     return _attention.sdpa_kernel(backends, set_priority=True)
 
 
 def keep_graph_order() -> Callable[[], None]:
-    """Have Dynamo try the graphs of a function in the order in which they were made, not the latest used first.
+    """Make Dynamo try the graphs of a function in the order of their creation, not most recently used first.
 
     A second run of a block must find the graph that its first run found.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
     _eval_frame._set_lru_cache(False)
     return lambda: _eval_frame._set_lru_cache(True)
 
 
 def compiler_budget(fraction: float) -> Callable[[], None]:
-    """Set the budget of the compiler's partitioner, for every graph. Return what undoes it."""
+    """Set the memory budget of the compiler's partitioner for every graph. Return a function that undoes it."""
     import torch._functorch.config as found
 
     config: Any = found
@@ -382,24 +446,24 @@ def compiler_budget(fraction: float) -> Callable[[], None]:
 
 class _Opened(threading.local):
     parameters: list[torch.nn.Parameter] | None = None
-    """Those that a hook returned while `saved_tensors` of a Python Function was being read."""
+    """Parameters that a hook returned while `saved_tensors` of a Python Function was being read."""
 
 
 _OPENED = _Opened()
 
 
 def opened_parameter(parameter: torch.nn.Parameter) -> None:
-    """Say that a hook for saved tensors is about to return a parameter."""
+    """Announce that a saved-tensor hook is about to return a parameter."""
     if _OPENED.parameters is not None:
         _OPENED.parameters.append(parameter)
 
 
 def hand_out_parameters() -> None:
-    """Have `ctx.saved_tensors` in the backward of a Python Function return parameters as the objects that they are.
+    """Make `ctx.saved_tensors` in the backward of a Python Function return parameters as the same objects.
 
-    Without hooks it does. With hooks around the forward torch makes a new tensor of what they return, and what a
-    program has put on its parameters, as `weight.main_grad`, cannot be seen on that. Done once; it changes nothing for
-    what other hooks return.
+    Without hooks it does so anyway. With hooks around the forward pass, torch wraps what they return in a new tensor,
+    and attributes that a program has set on its parameters, such as `weight.main_grad`, are not visible there. Done
+    once; what other hooks return is unaffected.
     """
     if isinstance(BackwardCFunction.__dict__.get("saved_tensors"), property):
         return

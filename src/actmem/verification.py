@@ -1,4 +1,4 @@
-"""Prove that a mode changes nothing but memory: same loss, gradients, buffers, names, module tree, to the bit."""
+"""Prove that a mode changes nothing but memory: loss, gradients, buffers, names and modules are bitwise the same."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from actmem.applying import apply
 from actmem.errors import ModeError
 from actmem.modes import Mode
 from actmem.plan import Plan
-from actmem.profiling.restoring import Restored, generator_states, inputs_of
-from actmem.profiling.stepping import loss_of
-from actmem.report import Report
+from actmem.profiling import Restored, generator_states, inputs_of, loss_of
+from actmem.reporting import Report
 from actmem.structure import check_module
 from actmem.torchcompat import named_modules
 
@@ -31,9 +30,9 @@ class Verification:
     report: Report = field(repr=False)
     """What the mode did in the compared step."""
     irreproducible: tuple[str, ...] = ()
-    """What differs between two plain runs already, by name: of this nothing can be said."""
+    """What already differs between two plain runs, by name; about these nothing can be said."""
     notes: tuple[str, ...] = ()
-    """What to know before the outcome is trusted: plain training that is not reproducible, blocks that did nothing."""
+    """What to know before trusting the outcome: plain training that is not reproducible, blocks that did nothing."""
 
     @property
     def ok(self) -> bool:
@@ -44,9 +43,7 @@ class Verification:
         return self.ok
 
     def __str__(self) -> str:
-        verdict = (
-            "equal to plain training, to the bit" if self.ok else f"differs from plain training: {self.difference}"
-        )
+        verdict = "bitwise equal to plain training" if self.ok else f"differs from plain training: {self.difference}"
         return "\n".join([verdict, *(f"note: {note}" for note in self.notes)])
 
 
@@ -73,25 +70,25 @@ def verify(
     seed: int = 0,
     forwards: int = 1,
 ) -> Verification:
-    """Run a step plain and under `mode` from the same state and seed, compare them to the bit, restore the model.
+    """Run a step plain and under `mode` from the same state and seed, compare them bitwise, restore the model.
 
-    The plain step is run twice: what differs there already (a clock, a counter outside the model, an operator that is
-    not deterministic) is not counted as a difference of the mode, and is named in `irreproducible`. Each run starts
-    from the same parameters, buffers, random generators and Python attributes of the modules.
+    The plain step runs twice: whatever already differs there (a clock, a counter outside the model, a nondeterministic
+    operator) does not count against the mode, and is listed in `irreproducible`. Each run starts from the same
+    parameters, buffers, random generators and Python attributes of the modules.
 
     Args:
-        model: the model, not applied to.
+        model: the model, with no mode applied.
         batch: a dict for `model(**batch)`, or a tuple for `model(*batch)`. A list of these is a step with gradient
-            accumulation: a backward pass for each of them.
+            accumulation: one backward pass for each.
         mode: what to compare with plain training.
         loss: a function of the output; by default `output.loss`, or the output itself if it is a scalar.
         blocks: as for `apply`.
-        seed: for the random operators of every run.
-        forwards: how many forward passes of a batch come before its backward pass, which is that of the sum of their
+        seed: seed of the random generators in every run.
+        forwards: how many forward passes of a batch run before its backward pass, which starts from the sum of their
             losses.
 
     Returns:
-        The outcome: print it, or ask for `.ok`.
+        The outcome: print it, or check `.ok`.
 
     >>> import actmem
     >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(3)])
@@ -126,7 +123,7 @@ def verify(
     notes: list[str] = []
     if idle:
         notes.append(
-            "the blocks are in eval mode, in which they run as without a mode: plain was compared with plain. Call "
+            "the blocks are in eval mode, where a mode has no effect: plain was compared with plain. Call "
             "model.train() first."
         )
     if unsteady:
@@ -134,14 +131,14 @@ def verify(
         more = f" (and {len(others)} more)" if others else ""
         notes.append(
             f"plain training itself is not reproducible: two plain runs from the same state and seed differ in {first}"
-            f"{more}. What differs there was left out of the comparison. Look for a clock, a counter outside the "
+            f"{more}. These were excluded from the comparison. Look for a clock, a counter outside the "
             "model's modules, or an operator that torch.use_deterministic_algorithms(True) refuses."
         )
     return Verification(difference, report, tuple(unsteady), tuple(notes))
 
 
 def _batches(given: Any) -> list[Any]:
-    """Return the batches of a step: the list itself where several are given."""
+    """Return the batches of a step: the list itself if several were passed."""
     if isinstance(given, list) and all(isinstance(one, (dict, tuple)) for one in cast("list[Any]", given)):
         if not given:
             raise ModeError("batch = [] is empty. Expected a dict, a tuple, or a list with at least one of these.")
@@ -158,7 +155,7 @@ def _step(
     forwards: int,
 ) -> _Outcome:
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
-    torch.clear_autocast_cache()  # else the second step finds the casts of the first, if autocast is on around both
+    torch.clear_autocast_cache()  # otherwise, under autocast, the second step would find the casts of the first
     for t in (*model.parameters(), *inputs.values()):
         t.grad = None
     tree = _tree(model)
@@ -189,7 +186,7 @@ def _tree(model: nn.Module) -> dict[str, str]:
 
 
 def _differences(one: _Outcome, other: _Outcome, how: str) -> dict[str, str]:
-    """List everything that differs: a name for it, and what to say of it."""
+    """Return everything that differs, as name -> description."""
     found: dict[str, str] = {}
     for what in ("loss", "gradient", "input", "buffer"):
         a: dict[str, Tensor | None] = getattr(one, what)

@@ -1,7 +1,11 @@
 """`actmem fit`, `show` and `largest`: the same numbers as the library gives, for every way to name a model."""
 
+import base64
+import gzip
 import importlib
+import itertools
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -12,6 +16,7 @@ import torch
 from torch import nn
 
 import actmem
+from actmem.planner import work
 from tests.cli.conftest import Run
 
 MINE = ("mine:make", "--device", "h100-80gb")
@@ -42,6 +47,16 @@ def test_the_numbers_are_those_that_fit_gives(run: Run) -> None:
     assert [(p["name"], p["peak_bytes"]) for p in found["modes"]] == [(p.name, p.peak_bytes) for p in curve.modes]
 
 
+def test_a_search_that_the_time_limit_stopped_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("fit", *MINE, "--budget", "700KiB", "--frontier", "0")
+    assert document(run, *words)["time_limit_hit"] is False
+    assert "time limit" not in run(*words).out
+    ticks = itertools.count(0, 1000)
+    monkeypatch.setattr(work, "perf_counter", lambda: next(ticks))
+    assert document(run, *words)["time_limit_hit"] is True
+    assert "stopped by the time limit before the search was done" in run(*words).out
+
+
 @pytest.mark.parametrize("options", [(), ("--shard", "2"), ("--offload", "disk"), ("--optimizer", "none")])
 def test_the_parts_add_up_to_the_peak(run: Run, options: tuple[str, ...]) -> None:
     found = document(run, "fit", *MINE, "--budget", "700KiB", "--frontier", "0", *options)
@@ -52,9 +67,9 @@ def test_the_parts_add_up_to_the_peak(run: Run, options: tuple[str, ...]) -> Non
 
 
 def test_a_function_of_the_users_names_a_model_and_its_prints_stay_out_of_the_document(run: Run) -> None:
-    found = document(run, "fit", *MINE, "--batch", "512", "--budget", "1MiB", "--frontier", "0")
+    found = document(run, "fit", *MINE, "--batch", "512", "--budget", "1100KiB", "--frontier", "0")
     model, batch, loss = mine(512)
-    plan = actmem.fit(model, batch, loss=loss, budget="1MiB", device="h100-80gb")
+    plan = actmem.fit(model, batch, loss=loss, budget="1100KiB", device="h100-80gb")
     assert plan.predicted is not None
     assert found["peak_bytes"] == plan.predicted.peak_bytes
     assert found["model"]["source"] == "function"
@@ -86,7 +101,7 @@ def test_more_positions_than_a_model_has_are_refused(run: Run, tmp_path: Path) -
     assert run("fit", *words, "--sequence", "48", "--frontier", "0").code == 0
     for refused in (run("fit", *words, "--sequence", "49"), run("largest", *words, "--vary", "sequence")):
         assert refused.code == 2
-        assert "longer than the 48 positions that config.json has" in refused.err
+        assert "exceeds the 48 positions of config.json" in refused.err
 
 
 def test_a_batch_with_other_names_than_forward_takes_is_said_to_be_that(run: Run) -> None:
@@ -116,6 +131,17 @@ def test_a_page_and_a_timeline_are_written(run: Run, tmp_path: Path) -> None:
     assert max(counters) == found["peak_bytes"]
 
 
+def test_the_frontier_that_is_printed_is_also_that_of_the_page_and_is_solved_once(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actmem.reporting.page_frontier.frontier", lambda *_, **__: pytest.fail("it is solved again"))
+    found = document(run, "fit", *MINE, "--budget", "700KiB", "--frontier", "3", "--report", "page.html")
+    packed = re.search(r'id="data">(.*?)<', (tmp_path / "page.html").read_text())
+    assert packed is not None
+    page = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    assert {point["peak_bytes"] for point in found["frontier"]} <= {plan["peak_bytes"] for plan in page["plans"]}
+
+
 def test_show_tells_what_becomes_of_every_value_and_folds_equal_layers(run: Run) -> None:
     found = document(run, "show", "tiny:llama-3.1-8b", "--mode", "selective:attention")
     (group,) = found["groups"]
@@ -130,15 +156,15 @@ def test_show_tells_what_becomes_of_every_value_and_folds_equal_layers(run: Run)
     assert everything["peak_bytes"] > found["peak_bytes"]
 
 
-def test_values_that_are_offloaded_are_shown_as_sent_away(run: Run) -> None:
+def test_values_that_are_offloaded_are_shown_as_offloaded(run: Run) -> None:
     found = document(run, "show", "tiny:llama-3.1-8b", "--mode", "offload:disk,min_bytes=1024")
     rows = [row for group in found["groups"] for row in group["rows"]]
-    assert any(row["op"] == "input" and row["outcome"] == "sent away" and row["held_bytes"] == 0 for row in rows)
+    assert any(row["op"] == "input" and row["outcome"] == "offloaded" and row["held_bytes"] == 0 for row in rows)
     sent = [
         (row["num_bytes"] - row["held_bytes"]) * len(group["layers"])
         for group in found["groups"]
         for row in group["rows"]
-        if row["outcome"] == "sent away"
+        if row["outcome"] == "offloaded"
     ]
     assert sum(sent) == found["sent_bytes"] > 0
 
@@ -146,7 +172,7 @@ def test_values_that_are_offloaded_are_shown_as_sent_away(run: Run) -> None:
 def test_two_files_of_one_name_are_refused(run: Run) -> None:
     asked = run("fit", *MINE, "--budget", "700KiB", "--out", "a.json", "--timeline", "./a.json")
     assert asked.code == 2
-    assert "--timeline a.json is the file of --out too" in asked.err
+    assert "--timeline a.json is also the file of --out" in asked.err
 
 
 def test_names_with_brackets_are_shown_as_they_are(run: Run, tmp_path: Path) -> None:
@@ -185,7 +211,7 @@ def test_a_config_never_runs_code_that_came_with_it(run: Run, tmp_path: Path, mo
 
 
 def test_largest_finds_the_size_that_the_library_finds(run: Run) -> None:
-    options = ("--budget", "700KiB", "--step", "64", "--most", "512")
+    options = ("--budget", "700KiB", "--multiple", "64", "--most", "512")
     found = document(run, "largest", *MINE, "--vary", "batch", *options)
     model, _, loss = mine(1)
     best = actmem.largest(
@@ -194,7 +220,7 @@ def test_largest_finds_the_size_that_the_library_finds(run: Run) -> None:
         budget="700KiB",
         device="h100-80gb",
         vary="batch",
-        step=64,
+        multiple=64,
         most=512,
         loss=loss,
     )
@@ -208,7 +234,7 @@ def test_largest_prints_the_command_that_writes_its_plan_with_every_option_that_
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     options = ("--budget", "700KiB", "--shard", "2", "--optimizer-dtype", "float32", "--microbatches", "2")
-    search = ("--vary", "batch", "--step", "64", "--most", "512")
+    search = ("--vary", "batch", "--multiple", "64", "--most", "512")
     found = document(run, "largest", "mine:make", "--device", "H100 80GB", *options, *search)
     printed = run("largest", "mine:make", "--device", "H100 80GB", *options, *search).out
     line = found["fit_command"]

@@ -10,7 +10,7 @@ from syrupy.assertion import SnapshotAssertion
 
 import actmem
 from actmem.cli.commands import COMMANDS
-from actmem.cli.running import parsed
+from actmem.cli.runner import parsed
 from tests.cli.conftest import Run
 
 H100 = ("--device", "h100-80gb", "--budget", "1MiB")
@@ -21,7 +21,8 @@ WRONG = {
     "no budget": ("fit", "mine:make"),
     "a budget that is none": ("fit", "mine:make", "--device", "h100-80gb", "--budget", "lots"),
     "a budget without its unit": ("fit", "mine:make", "--device", "h100-80gb", "--budget", "72"),
-    "a step above the most": ("largest", "mine:make", *H100, "--vary", "batch", "--step", "16", "--most", "8"),
+    "a multiple above the most": ("largest", "mine:make", *H100, "--vary", "batch", "--multiple", "16", "--most", "8"),
+    "largest with --step": ("largest", "mine:make", *H100, "--vary", "batch", "--step", "16"),
     "a batch that does not depend on its size": ("largest", "mine:ignoring", *H100, "--vary", "batch"),
     "a number that is none": ("fit", "mine:make", *H100, "--shard", "two"),
     "no model of that name": ("fit", "llama-3.1-8", *H100),
@@ -102,7 +103,7 @@ SEVERAL = {
                 "--budget",
                 "lots",
             ),
-            *("--step", "16", "--most", "8"),
+            *("--multiple", "16", "--most", "8"),
         ),
         ("device 'h10' is not known", "'lots' is not", "no file 'nowhere/config.json'", "--batch 4", "Write --most 16"),
     ),
@@ -116,7 +117,7 @@ SEVERAL = {
     ),
     "verify": (
         ("verify", "llama-9", "--on", "meta"),
-        ("nothing was named to verify", "--on meta", "no model 'llama-9'"),
+        ("there is nothing to verify", "--on meta", "no model 'llama-9'"),
     ),
 }
 FAILING = {
@@ -196,7 +197,7 @@ def test_an_error_in_the_users_code_shows_the_users_part_only_and_ends_with_3(
 
 def test_a_function_that_ends_the_process_does_not_look_like_success(run: Run) -> None:
     asked = run("fit", "mine:leaving", *H100)
-    assert (asked.code, asked.out, asked.err) == (3, "", "error: the code of the model ended the process: exit(0)\n")
+    assert (asked.code, asked.out, asked.err) == (3, "", "error: the model's code ended the process: exit(0)\n")
 
 
 def test_a_budget_that_cannot_be_kept_ends_with_1_and_says_what_would_help(
@@ -218,7 +219,7 @@ def test_every_command_in_the_documentation_can_be_typed(page: str) -> None:
 def test_a_model_that_fits_no_memory_here_is_not_built(run: Run) -> None:
     asked = run("measure", "deepseek-v3", "--on", "cpu")
     assert (asked.code, asked.out) == (2, "")
-    assert re.search(r"needs at least [\d.]+ GiB .* are free on cpu", asked.err)
+    assert re.search(r"needs at least [\d.]+ GiB .* but cpu has only [\d.]+ [GM]iB free", asked.err)
     assert "actmem fit deepseek-v3, or run its small form: tiny:deepseek-v3" in asked.err
 
 

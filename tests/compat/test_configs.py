@@ -196,7 +196,7 @@ REFUSED = {
     "two kinds of targets": (
         "a.toml",
         "[model.ac]\nmode = 'selective'\ntargets = ['norm', 'aten::mm']\n",
-        "Give one kind",
+        "Use only one kind",
     ),
     "a number": ("a.toml", "[model.ac]\nfreq = 0\n", "freq = 0 is not permitted"),
     "a value of NeMo": ("a.yaml", "distributed:\n  activation_checkpointing: some\n", "'some' is not known. Permitted"),

@@ -310,7 +310,7 @@ def test_a_layer_without_parts_of_a_known_name_is_passed_over(caplog: pytest.Log
     layers = [nn.Linear(2, 2), layers_of(model)[0]]
     (applied,) = nemo.apply_submodule_checkpointing(layers, False)
     assert type(layers[0]) is nn.Linear and applied.plan.rules[0].module == "mlp"
-    assert "Linear has no part of a known name" in caplog.text
+    assert "Linear has no part with a known name" in caplog.text
 
 
 class Aliased(nn.Module):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from actmem import Selective, Targets, every_second, ops
-from actmem.engine.tracing import Traced
+from actmem.engine.verdicts import Traced
 from actmem.modes import Mode
 from tests.compile.blocks import fresh_compiler
 from tests.compile.compiling import trained

@@ -319,8 +319,9 @@ def test_the_report_says_which_engine_ran_what_was_asked_and_what_the_partitione
     ]
     assert (graph.saved_bytes, graph.against_plan_bytes, graph.num_asked_and_saved) == (768, 0, 1)
     text = words(report)
-    assert "layers.0: a compiled graph, which serves layers.1 too" in text
-    assert "the partitioner saves 768 B. The plan asked to save what 2 operators make; 1 of these are held" in text
+    assert "layers.0: a compiled graph, also used by layers.1" in text
+    asked = "The plan asked to save the results of 2 operators; it holds those of 1"
+    assert f"the partitioner saves 768 B. {asked}" in text
     (block,) = trace.blocks
     assert block.engine == "compiled"
     assert [(row.module, row.op, row.decision) for row in block.rows] == [
@@ -362,7 +363,7 @@ def test_where_two_blocks_meet_in_one_graph_what_the_partitioner_holds_is_named(
     assert graph.blocks == ("layers.0", "layers.1")
     edge_bytes = 2 * 6 * 8 * 4
     assert graph.saved_bytes == graph.against_plan_bytes == edge_bytes
-    assert f"{edge_bytes} B are held although the plan says recompute" in words(report)
+    assert f"{edge_bytes} B is held although the plan says recompute" in words(report)
 
 
 def test_dense_and_moe_blocks_of_one_model_have_a_graph_each() -> None:

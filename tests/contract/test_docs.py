@@ -13,8 +13,8 @@ from torch import nn
 
 import actmem
 from actmem import Applied, Budget, Full, Rule, Rules, Selective, Targets, ops
+from actmem.decision_rules import TARGETS
 from actmem.modes import Mode
-from actmem.plan import TARGETS
 from tests import children
 from tests.contract.pages import DOCS, ROOT, Example, anchors, examples, links, prose, run, switches
 from tests.zoo import ZOO

@@ -27,7 +27,6 @@ PROMISED = {
     "OffloadError",
     "Plan",
     "PlanError",
-    "Predicted",
     "Prediction",
     "Profile",
     "ReplayError",

@@ -1,7 +1,7 @@
 """The tables of docs/doctor.md, written from the data."""
 
-from actmem.causes import CAUSES
-from actmem.diagnosis.examining import CHECKS, STEPS
+from actmem.diagnosis import CAUSES
+from actmem.diagnosis.examination import CHECKS, STEPS
 
 
 def causes_table() -> str:

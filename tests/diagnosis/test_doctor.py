@@ -11,7 +11,7 @@ from torch import nn
 
 import actmem
 from actmem.diagnosis import doctor
-from actmem.diagnosis.examining import CHECKS, STEPS
+from actmem.diagnosis.examination import CHECKS, STEPS
 from actmem.diagnosis.setups import read_setup
 from tests.diagnosis.patients import (
     DS_BLOCK,
@@ -54,7 +54,7 @@ def test_a_healthy_training_passes_every_check() -> None:
     assert visit.ok
     assert visit.findings == visit.skipped == ()
     assert set(visit.passed) == set(CHECKS | STEPS)
-    assert str(visit) == "nothing found; 30 checks passed, 0 could not be made"
+    assert str(visit) == "nothing found; 30 checks passed, 0 could not be run"
 
 
 def test_a_report_is_readable_and_plain_data(snapshot: SnapshotAssertion) -> None:
@@ -149,7 +149,7 @@ def visited(model: nn.Module, check: str, **options: Any) -> Any:
     ("part", "says"),
     [
         (Flipping, "aten.cos.default instead of aten.sin.default"),
-        (Noisy, "other bits from aten.mul.Tensor on"),
+        (Noisy, "differs bitwise from aten.mul.Tensor on"),
         (Counted, "changes blocks.0.parts.0.num_seen"),
         (lambda: nn.BatchNorm1d(8), "blocks.0.parts.0.running_mean"),
     ],

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import actmem
 from actmem import errors
-from actmem.causes import CAUSES, Candidate, Cause, Explanation, explain
+from actmem.diagnosis import CAUSES, Candidate, Explanation, explain
+from actmem.error_causes import Cause
 from tests.diagnosis.messages import REAL, a_parameter_that_is_ready_twice
 
 METADATA = (

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import actmem
 from actmem import Full, Report, Rule, Rules
-from actmem.replaying import replaying
+from actmem.engine.replay import replaying
 
 RECOMPUTE = Full()
 SAVE_MATMUL = Rules([Rule("save", op="matmul"), Rule("save", op="batched_matmul"), Rule("recompute")])

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from actmem.engine.holding import storage_of
+from actmem.engine.holdings import storage_of
 from actmem.engine.operators import Operator, describe
-from actmem.engine.writing import written_by
+from actmem.engine.overwrites import written_by
 from actmem.torchcompat import is_composite, resolving_bits, storage_key
 
 FORMS = ("functional", "in place", "out", "no_grad", "inference", "inference in place")

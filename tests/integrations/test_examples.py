@@ -10,12 +10,12 @@ SCRIPTS = sorted(EXAMPLES.glob("[0-9]*.py"))
 SLOW = ("02", "03", "04", "09", "10")
 SAYS = {
     "01": "Full()",
-    "02": "And one that cannot be kept",
+    "02": "And one that cannot be met",
     "03": "gradient_checkpointing=False",
     "04": "the same losses: True",
     "05": "the same losses: True",
     "06": "the same losses: True",
-    "07": "0 are away now",
+    "07": "0 outstanding",
     "08": "Targets that would match",
     "09": "the same losses as compiled plain training: True",
     "10": "8B, adapters, 4090: peak",

@@ -146,9 +146,11 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
         ActmemCallback(actmem.Budget("1GiB"))
     with pytest.raises(actmem.ModeError, match=r"example is for a Budget.*Full is not"):
         ActmemCallback(actmem.Full(), example=())
-    with pytest.raises(actmem.ModeError, match=r"a Budget runs forward, and Writer has none.*Its parts: model"):
+    with pytest.raises(
+        actmem.ModeError, match=r"a Budget runs forward, and Writer does not define it.*Its parts: model"
+    ):
         fit(package, tmp_path, ActmemCallback(actmem.Budget("1GiB"), example=()))
-    with pytest.raises(actmem.ModeError, match=r"on_metrics = 'wandb' is no function"):
+    with pytest.raises(actmem.ModeError, match=r"on_metrics = 'wandb' is not a function"):
         ActmemCallback(actmem.Full(), on_metrics="wandb")
-    with pytest.raises(actmem.StructureError, match=r"module = 'net' is no part of Writer. Its parts: model."):
+    with pytest.raises(actmem.StructureError, match=r"module = 'net' is not a part of Writer. Its parts: model."):
         fit(package, tmp_path, ActmemCallback(actmem.Full(), module="net"))

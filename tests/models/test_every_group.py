@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import actmem
 from actmem import Full, Rule, Rules, Selective, Targets, every_second, ops, torchcompat
-from actmem.engine.tracing import Traced
+from actmem.engine.verdicts import Traced
 from actmem.modes import EverySecond, Mode
 from tests.models.watching import Seen, watched, watched_case
 from tests.zoo import ZOO, Case, ids_only, seeded, square_mean

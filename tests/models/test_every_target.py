@@ -250,7 +250,7 @@ def test_a_target_within_others_is_named_and_one_that_is_so_in_part_is_not(
 ) -> None:
     seen = watched_case(CASES[name], Targets(targets))
     lines = tuple(
-        f"target {inner!r} adds nothing: all that it covers belongs to {outer!r} too."
+        f"target {inner!r} adds nothing: everything it covers is also covered by {outer!r}."
         for inner, outer in within.items()
     )
     assert seen.trace.subsumed == lines

@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 import actmem
 from actmem import Full, Measurement, Rule, Rules, Selective, every_second
+from actmem.engine.replay import replaying
 from actmem.modes import Mode
-from actmem.replaying import replaying
 from actmem.structure import find_blocks, roles
 from tests.zoo import causal_lm
 

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import actmem
 from actmem import Report
-from actmem.engine.tracing import Traced
+from actmem.engine.replay import replaying
+from actmem.engine.verdicts import Traced
 from actmem.modes import Mode
-from actmem.replaying import replaying
-from actmem.report import Trace
+from actmem.reporting import Trace
 from tests.zoo import Batch, Case
 
 

@@ -173,7 +173,7 @@ def test_the_report_says_what_moved(snapshot: SnapshotAssertion) -> None:
         fresh = str(applied.report())
         model(batch()).sum().backward()
         text = str(applied.report())
-    assert "So far 0 B went out" in fresh
+    assert "So far: 0 B copied out" in fresh
     assert text == snapshot
 
 

@@ -235,11 +235,11 @@ def test_a_wait_ends_with_an_error_when_the_store_hangs(store: MemoryStore) -> N
     lane = ThreadLane(timeout_seconds=0.05)
     gate = Gate(store)
     copy = lane.out(torch.zeros(4, dtype=torch.uint8), store, store.take(4))
-    with pytest.raises(OffloadError, match=r"a copy of 4 bytes to the store did not end within 0\.05 s"):
+    with pytest.raises(OffloadError, match=r"a copy of 4 bytes to the store did not finish within 0\.05 s"):
         copy.wait()
-    with pytest.raises(OffloadError, match="did not end within"):
+    with pytest.raises(OffloadError, match="did not finish within"):
         lane.settle()
-    with pytest.raises(OffloadError, match="threads actmem-write-0 did not end"):
+    with pytest.raises(OffloadError, match="threads actmem-write-0 did not finish"):
         lane.close()
     gate.open.set()
     assert eventually(lambda: not lane_threads())
@@ -262,7 +262,7 @@ def test_close_gives_up_what_is_queued_and_whoever_waits_for_it_is_told(store: M
     assert not closing.is_alive() and not lane_threads()
     copies[0].wait()
     for copy in copies[1:]:
-        with pytest.raises(OffloadError, match="closed before the copy was begun"):
+        with pytest.raises(OffloadError, match="closed before the copy started"):
             copy.wait()
     assert len(store.given) == 3
     with pytest.raises(OffloadError, match="this lane is closed"):

@@ -1,6 +1,7 @@
 """Long runs stay flat; faults end in a clear error or a clean end: no hang, no wrong number, nothing left."""
 
 import gc
+import itertools
 import os
 import random
 import shutil
@@ -123,6 +124,7 @@ def test_a_run_of_varying_lengths_dead_branches_and_skipped_steps_stays_flat(
 
     live: list[int] = []
     stored: list[int] = []
+    sent = [0]
     gc.collect()
     gc.disable()  # what a step leaves must be gone by reference count alone
     try:
@@ -142,14 +144,16 @@ def test_a_run_of_varying_lengths_dead_branches_and_skipped_steps_stays_flat(
             assert ledger.waiting_bytes == 0
             assert ledger.out_bytes == ledger.back_bytes + ledger.dropped_bytes
             stored.append(ledger.store_bytes)
+            sent.append(ledger.out_bytes)
             if step % 10 == 9:
                 live.append(live_bytes())
     finally:
         gc.enable()
     assert ledger.dropped_bytes > 0 < ledger.back_bytes
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), managed.parameters(), strict=True))
+    most = max(after - before for before, after in itertools.pairwise(sent))
     warm = num_steps // 3
-    assert max(stored[warm:]) == max(stored[:warm]), "the store does not grow after warm-up"
+    assert max(stored[warm:]) <= max(*stored[:warm], 1.25 * most), "the store grows to what one step sends, no further"
     third = len(live) // 3  # what is on its way out at the moment counts too, and a worker may hold one more
     assert max(live[-third:]) <= max(live[:third]) + 2**16 + 256 * 64 * 4
     if applied is not None:

@@ -29,6 +29,7 @@ from actmem.offloading.disk import DiskStore
 from actmem.offloading.host import HostStore
 from actmem.offloading.staged import StagedLane
 from actmem.offloading.threads import ThreadLane
+from actmem.offloading.window import Window
 from tests.offloading.disks import folders
 from tests.offloading.programs import Outcome, Program, Saved, Tickets
 from tests.offloading.simulated_threads import SharedLane, SimulatedDisk, SimulatedThreads, Staging, shared
@@ -52,7 +53,9 @@ class StagedProgram(Program):
         self.staging: Any = Staging(device)
         self.disk = SimulatedDisk(device, self.staging)
         lane: Any = SharedLane(device, use_streams=self.use_streams)
-        return StagedLane(lane, SimulatedThreads(device), self.staging, in_flight_bytes=self.bound)
+        return StagedLane(
+            lane, SimulatedThreads(device), self.staging, window=None if self.bound is None else Window(self.bound)
+        )
 
     def _make_tickets(self, device: VirtualDevice, lane: Any, _: Any, bound: int) -> Tickets:
         disk: Any = self.disk
@@ -287,7 +290,9 @@ class Rig:
         self.store: Any = GatedStore(self.disk)
         self.staging = HostStore(pin=False)
         self.threads = ThreadLane(timeout_seconds=PATIENCE_SECONDS)
-        self.lane = StagedLane(AcceleratorLane(self.device), self.threads, self.staging, in_flight_bytes=bound)
+        self.lane = StagedLane(
+            AcceleratorLane(self.device), self.threads, self.staging, window=None if bound is None else Window(bound)
+        )
 
     def made(self, value: int, num_bytes: int = 640) -> Tensor:
         """Return a device tensor that a kernel will fill."""
@@ -478,7 +483,7 @@ def test_host_memory_stays_taken_until_a_disk_that_hangs_has_let_go_of_it(tmp_pa
         else:
             one.threads._timeout_seconds = 0.2
             _, copy = one.sent(1)
-        with pytest.raises(OffloadError, match=r"a copy of 640 bytes .* the store did not end within"):
+        with pytest.raises(OffloadError, match=r"a copy of 640 bytes .* the store did not finish within"):
             copy.wait()
         assert not copy.done()
         del copy
@@ -496,13 +501,13 @@ def test_host_memory_stays_taken_until_a_device_that_hangs_has_let_go_of_it(tmp_
         never = Event({}, 0.0)
         one.device.wait(one.device.compute, never)
         slot, copy = one.sent(1)
-        with pytest.raises(OffloadError, match="a copy of 640 bytes to host memory did not end"):
+        with pytest.raises(OffloadError, match="a copy of 640 bytes to host memory did not finish"):
             copy.wait()
         assert one.staging.used_bytes == 640, "the device may still write there"
         never.done = True
         one.lane.settle()
         assert one.staging.used_bytes == 0
-        with pytest.raises(OffloadError, match="did not end"):
+        with pytest.raises(OffloadError, match="did not finish"):
             one.fetched(slot)
 
 
@@ -516,7 +521,7 @@ def test_a_lane_that_is_closed_gives_up_what_is_queued_and_leaves_nothing(tmp_pa
         opener.join()
         copies[0].wait()  # it was under way
         for copy in copies[1:]:
-            with pytest.raises(OffloadError, match="closed before the copy was begun"):
+            with pytest.raises(OffloadError, match="closed before the copy started"):
                 copy.wait()
         with pytest.raises(OffloadError, match="closed"):
             one.lane.back(one.store, one.store.take(64), one.device.allocate(64))

@@ -18,8 +18,7 @@ import torch
 from torch.utils import backend_registration
 
 from actmem.errors import OffloadError
-from actmem.offloading.accelerator import AcceleratorLane
-from actmem.offloading.device import TorchDevice
+from actmem.offloading.accelerator import AcceleratorLane, TorchDevice
 from actmem.offloading.lanes import Lane
 from tests.children import run
 from tests.offloading.programs import ArenaSlot
@@ -193,7 +192,7 @@ def test_a_slot_goes_back_when_its_copies_are_done_and_the_bytes_are_the_same() 
 
 
 def test_a_device_that_hangs_is_an_error_in_bounded_time() -> None:
-    assert acts()["stuck"].startswith("a copy of 16 bytes to host memory did not end within 0.05 s.")
+    assert acts()["stuck"].startswith("a copy of 16 bytes to host memory did not finish within 0.05 s.")
 
 
 def test_without_streams_the_copy_runs_on_the_current_stream() -> None:

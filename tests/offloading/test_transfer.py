@@ -20,6 +20,7 @@ from actmem.offloading.host import HostStore
 from actmem.offloading.lanes import Copy
 from actmem.offloading.stores import Slot, Store
 from actmem.offloading.threads import ThreadLane
+from actmem.offloading.window import Window
 from tests.patience import PATIENCE_SECONDS, eventually
 
 STORES = ("host", "disk")
@@ -77,13 +78,18 @@ class WatchedLane(ThreadLane):
 
 @contextmanager
 def offloading(
-    store: Store | str, lane: ThreadLane | None = None, *, in_flight_bytes: int = 2**20, **rest: Any
+    store: Store | str,
+    lane: ThreadLane | None = None,
+    *,
+    in_flight_bytes: int | None = 2**20,
+    max_in_flight: int | None = None,
+    **rest: Any,
 ) -> Iterator[Offloader]:
     if isinstance(store, str):
         store = HostStore(pin=False) if store == "host" else DiskStore()
     lane = lane or ThreadLane(timeout_seconds=PATIENCE_SECONDS)
     try:
-        yield Offloader(store, lane, in_flight_bytes=in_flight_bytes, **rest)
+        yield Offloader(store, lane, window=Window(in_flight_bytes, max_in_flight), **rest)
     finally:
         lane.close()
         store.close()
@@ -233,7 +239,7 @@ def test_a_write_under_way_raises_when_the_value_is_fetched_and_names_the_repair
         if when == "after it is done":
             gate.open()
             offloader.lane.settle()
-        with pytest.raises(VersionError, match=r"4000 bytes was written on .* Rule\('save', module=\.\.\.\)"):
+        with pytest.raises(VersionError, match=r"4000 bytes was modified in place .* Rule\('save', module=\.\.\.\)"):
             ticket.fetch()
         gate.open()
 
@@ -308,20 +314,23 @@ def test_a_foreign_thread_that_drops_a_ticket_while_a_send_waits_goes_on_at_once
 # ---------------------------------------------------------------- fetching ahead
 
 
-def sent_and_settled(offloader: Offloader, num_tickets: int, num_bytes: int) -> list[Ticket]:
+def sent_and_gone(offloader: Offloader, num_tickets: int, num_bytes: int) -> list[Ticket]:
+    """Send values, and have none of them in memory any more."""
     held = [offloader.send(numbers(num_bytes, seed)) for seed in range(num_tickets)]
-    offloader.lane.settle()
+    for leaving in list(offloader.window):
+        offloader.window.remove(leaving)
+        offloader._push_out(leaving)
     return held
 
 
 def test_the_order_of_the_step_before_is_the_order_in_which_values_are_fetched_ahead() -> None:
     order, lane = [3, 0, 5, 1, 4, 2], WatchedLane()
     with offloading("disk", lane, in_flight_bytes=2000) as offloader:
-        held = sent_and_settled(offloader, 6, 1000)
+        held = sent_and_gone(offloader, 6, 1000)
         for index in order:
             held[index].fetch()
         del held
-        held = sent_and_settled(offloader, 6, 1000)
+        held = sent_and_gone(offloader, 6, 1000)
         lane.backs.clear()
         for place, index in enumerate(order):
             assert torch.equal(held[index].fetch(), numbers(1000, index))
@@ -332,7 +341,7 @@ def test_the_order_of_the_step_before_is_the_order_in_which_values_are_fetched_a
 def test_in_the_first_step_values_are_fetched_ahead_in_the_order_of_sending_backwards() -> None:
     lane = WatchedLane()
     with offloading("disk", lane, in_flight_bytes=2500) as offloader:
-        held = sent_and_settled(offloader, 5, 1000)
+        held = sent_and_gone(offloader, 5, 1000)
         held[4].fetch()
         assert lane.backs == [held[i].slot for i in (4, 3, 2)]
 
@@ -341,7 +350,7 @@ def test_what_was_fetched_ahead_for_nothing_is_dropped_and_its_room_is_free_agai
     lane = WatchedLane()
     with offloading("host", lane, in_flight_bytes=3000) as offloader:
         for _ in range(5):
-            held = sent_and_settled(offloader, 4, 1000)
+            held = sent_and_gone(offloader, 4, 1000)
             lane.backs.clear()
             held[3].fetch()
             assert len(lane.backs) == 4, "all the others were fetched ahead, in every round"
@@ -428,7 +437,7 @@ def test_no_room_raises_at_the_send_that_found_none_and_room_that_is_given_back_
     store = HostStore(pin=False, limit_bytes=40_960) if place == "host" else DiskStore(tmp_path, limit_bytes=40_960)
     with offloading(store) as offloader:
         held = [offloader.send(numbers(4096, seed)) for seed in range(10)]
-        with pytest.raises(OffloadError, match=r"no room for 4096 bytes"):
+        with pytest.raises(OffloadError, match=r"no room for 4\.0 KiB"):
             offloader.send(numbers(4096, 10))
         assert balanced(offloader)
         assert offloader.ledger.out_bytes == 40_960
@@ -462,7 +471,8 @@ class FailingStore(DiskStore):
 
 def test_a_write_that_failed_raises_at_the_next_send_and_when_its_value_is_fetched() -> None:
     with offloading(FailingStore()) as offloader:
-        held = sent_and_settled(offloader, 3, 1000)
+        held = [offloader.send(numbers(1000, seed)) for seed in range(3)]
+        offloader.lane.settle()
         with pytest.raises(OffloadError, match="Input/output error"):
             offloader.send(numbers(1000, 3))
         assert balanced(offloader)
@@ -476,7 +486,7 @@ def test_a_write_that_failed_raises_at_the_next_send_and_when_its_value_is_fetch
 def test_a_byte_that_changed_on_disk_raises_when_its_value_is_fetched() -> None:
     store = DiskStore()
     with offloading(store) as offloader:
-        held = sent_and_settled(offloader, 3, 4096)
+        held = sent_and_gone(offloader, 3, 4096)
         with store.path.open("r+b") as file:
             file.seek(4096 + 17)
             byte = file.read(1)
@@ -490,7 +500,7 @@ def test_a_byte_that_changed_on_disk_raises_when_its_value_is_fetched() -> None:
 def test_a_directory_that_was_removed_raises_at_the_next_send(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     with offloading(store) as offloader:
-        held = sent_and_settled(offloader, 1, 1000)
+        held = sent_and_gone(offloader, 1, 1000)
         store.path.unlink()
         store.path.parent.rmdir()
         with pytest.raises(OffloadError, match="removed while in use"):
@@ -506,7 +516,7 @@ def test_a_directory_that_was_removed_raises_at_the_next_send(tmp_path: Path) ->
 def test_close_waits_for_what_is_away_and_then_leaves_no_thread_file_or_descriptor(place: str, tmp_path: Path) -> None:
     threads, files = threading.active_count(), open_files()
     store = HostStore(pin=False) if place == "host" else DiskStore(tmp_path)
-    offloader = Offloader(store, ThreadLane(timeout_seconds=PATIENCE_SECONDS), in_flight_bytes=4000)
+    offloader = Offloader(store, ThreadLane(timeout_seconds=PATIENCE_SECONDS), window=Window(4000))
     held = [offloader.send(numbers(3000, seed)) for seed in range(4)]
     offloader.close()
     offloader.close()
@@ -525,7 +535,7 @@ def test_close_waits_for_what_is_away_and_then_leaves_no_thread_file_or_descript
 
 def test_close_with_nothing_away_ends_at_once_although_copies_were_queued(tmp_path: Path) -> None:
     threads = threading.active_count()
-    offloader = Offloader(DiskStore(tmp_path), ThreadLane(timeout_seconds=PATIENCE_SECONDS), in_flight_bytes=2**20)
+    offloader = Offloader(DiskStore(tmp_path), ThreadLane(timeout_seconds=PATIENCE_SECONDS), window=Window(2**20))
     for seed in range(20):
         offloader.send(numbers(30_000, seed))  # dropped at once
     offloader.close()

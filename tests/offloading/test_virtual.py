@@ -396,9 +396,9 @@ def test_a_stream_that_waits_for_ever_is_an_error_within_the_time_of_the_lane() 
     source = device.allocate(64)
     device.wait(device.compute, Event({}, 0.0))
     copy = lane.out(source, store, store.take(64))
-    with pytest.raises(OffloadError, match="a copy of 64 bytes to host memory did not end within 120 s"):
+    with pytest.raises(OffloadError, match="a copy of 64 bytes to host memory did not finish within 120 s"):
         copy.wait()
-    with pytest.raises(OffloadError, match="did not end"):
+    with pytest.raises(OffloadError, match="did not finish"):
         lane.close()
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import actmem
 from actmem import catalogue
-from actmem.page import PageData, build
 from actmem.plan import Plan
-from actmem.planner.fitting import fit_profile
+from actmem.planner.budget_fit import fit_profile
 from actmem.profiles import Profile
+from actmem.reporting import PageData, build
 
 DEVICE = "h100-80gb"
 

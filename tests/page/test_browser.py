@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from actmem.amounts import UNITS, size
-from actmem.page import write_page
-from actmem.page.data import MeasuredRow, PageData
+from actmem.reporting import write_page
+from actmem.reporting.page_data import MeasuredRow, PageData
+from actmem.units import UNITS, size
 from tests.page.conftest import Case
 from tests.patience import PATIENCE_SECONDS
 
@@ -258,7 +258,7 @@ def test_a_model_with_a_single_plan_has_a_page_too(browser: Browser, small: Case
     only = [view for view in small.data.plans if view.asked]
     opened = Opened(browser, written(small.data.model_copy(update={"plans": only, "exhausted": True}), tmp_path))
     opened.check()
-    assert "no other budget gives another plan" in opened.page.locator("#note-frontier").inner_text()
+    assert "no other budget yields another plan" in opened.page.locator("#note-frontier").inner_text()
     assert opened.complaints == []
     opened.context.close()
 
@@ -282,12 +282,12 @@ def test_the_headline_names_the_budget_that_was_asked_for_and_the_peak_is_told_i
     browser: Browser, small: Case, tmp_path: Path
 ) -> None:
     opened = Opened(browser, written(small.data.model_copy(update={"asked_bytes": 3 * 2**20}), tmp_path))
-    assert "within the 3.0 MiB that were asked for" in opened.page.locator("#headline").inner_text()
+    assert "within the requested 3.0 MiB" in opened.page.locator("#headline").inner_text()
     words = next(view for view in small.data.plans if view.asked).peak_words
     assert opened.page.locator("#peak p").all_inner_texts() == words
     assert words[0].startswith("The peak of ") and words[-1].startswith("What would lower it: ")
     opened.page.locator("#budget").press("End")
-    assert "(3.0 MiB were asked for)" in opened.page.locator("#headline").inner_text()
+    assert "(requested: 3.0 MiB)" in opened.page.locator("#headline").inner_text()
     assert opened.page.locator("#peak p").all_inner_texts() == small.data.plans[-1].peak_words
     opened.context.close()
 

@@ -10,16 +10,14 @@ from syrupy.assertion import SnapshotAssertion
 
 import actmem
 from actmem import catalogue
-from actmem.page import build
-from actmem.page.blocks import groups, kinds
-from actmem.page.curves import NUM_DRAWN
 from actmem.plan import Plan
-from actmem.planner.categories import program
-from actmem.planner.costing import cost_seconds
-from actmem.planner.fitting import fit_profile
-from actmem.planner.following import follow
-from actmem.planner.predicting import plan_of
-from actmem.planner.walking import Ground, walk
+from actmem.planner.budget_fit import fit_profile
+from actmem.reporting import build
+from actmem.reporting.block_view import NUM_DRAWN, groups, kinds
+from actmem.simulation.plan_effect import follow
+from actmem.simulation.predictor import plan_of
+from actmem.simulation.step_cost import cost_seconds
+from actmem.simulation.step_walk import Ground, program, walk
 from tests.page.conftest import DEVICE, Case, batch, stack
 
 CASES = ("small", "llama")
@@ -199,7 +197,7 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     data = build(profile, plan, DEVICE, name="four layers", num_plans=2, measured=measured)
     assert data.measured is not None
     rows = {row.name: (row.predicted, row.measured) for row in data.measured}
-    assert rows["Peak"] == (plan.predicted.peak_bytes, measured.peak_bytes)  # type: ignore[union-attr]
+    assert rows["Peak"] == (plan.predicted.peak_bytes, measured.tensor_bytes)  # type: ignore[union-attr]
     for name in ("Peak", "Parameters", "Optimizer state"):
         assert rows[name][0] == rows[name][1]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import actmem
-from actmem.page import timeline, write_timeline
+from actmem.reporting import timeline, write_timeline
 from tests.page.conftest import DEVICE, Case
 
 

@@ -13,8 +13,8 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 import actmem
-from actmem.page import write_page
-from actmem.page.writing import render
+from actmem.reporting import write_page
+from actmem.reporting.page_writer import render
 from tests.page.conftest import Case
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,7 +47,10 @@ class Training:
         self.model.zero_grad(set_to_none=True)
 
     def measured(self, mode: Any = None) -> actmem.Measurement:
-        """Measure a step in which all that is learnt in the first steps is known: the last of its batches."""
+        """Measure a step in which all that is learnt in the first steps is known: the last of its batches.
+
+        The peak that it has is that of tensors: no prediction knows what a kernel takes for itself.
+        """
         if mode is not None:
             with actmem.apply(self.model, mode, blocks=None if isinstance(mode, actmem.Plan) else self.blocks):
                 return self.measured()
@@ -59,7 +62,7 @@ class Training:
             self.backward()
         found = actmem.measure(self.step, model=self.model, optimizer=self.optimizer)
         self.clear()
-        return found
+        return replace(found, peak_bytes=found.tensor_bytes)
 
     def profile(self, **options: Any) -> actmem.Profile:
         return actmem.profile(self.model, self.batch, **{**self.options, **options})

@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
 def test_the_refusal_of_a_fake_step_names_the_call_that_was_made(line: str) -> None:
     with pytest.raises(UnsupportedError, match="looks at the numbers in a tensor") as refused:
         CALLS[line](Looking(), BATCH)
-    assert str(refused.value).endswith(f"Profile for real: {line}.")
+    assert str(refused.value).endswith(f"Profile a real step: {line}.")
 
 
 def test_a_budget_is_applied_to_a_model_that_looks_at_numbers_by_a_real_step() -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import actmem
-from actmem.profiling import stepping
-from actmem.profiling.reading import Reads, noted
+from actmem.profiling import session
+from actmem.profiling.reads import Reads, noted
 from tests.planner.steps import DEVICE, rows
 
 NUM_BLOCKS = 6
@@ -177,8 +177,10 @@ NAMES = (
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """List the blocks that are run."""
     found: list[str] = []
-    plain = stepping._Step._run_block
-    monkeypatch.setattr(stepping._Step, "_run_block", lambda s, b, *rest: (found.append(b.path), plain(s, b, *rest))[1])
+    plain = session.Session._run_block
+    monkeypatch.setattr(
+        session.Session, "_run_block", lambda s, b, *rest: (found.append(b.path), plain(s, b, *rest))[1]
+    )
     return found
 
 
@@ -203,7 +205,7 @@ def test_a_budget_is_kept_where_one_block_is_unlike_the_others() -> None:
         for _ in range(2):
             mean(model(*rows(256, 16))).backward()
             model.zero_grad()
-        assert actmem.measure(lambda: mean(model(*rows(256, 16))).backward(), model=model).peak_bytes <= budget
+        assert actmem.measure(lambda: mean(model(*rows(256, 16))).backward(), model=model).tensor_bytes <= budget
 
 
 def test_what_was_never_read_may_differ(ran: list[str]) -> None:

@@ -119,8 +119,8 @@ def test_a_plan_says_in_few_rules_what_it_holds_and_what_it_took_for_granted() -
     assert len(set(plan.rules)) == len(plan.rules)
     text = str(plan)
     assert "predicted peak:" in text
-    assert "no plan within the budget is below" in text
-    assert "taken for granted: input_ids int64 [4, 48], labels int64 [4, 48]; optimizer adamw, float32" in text
+    assert "lower bound within the budget" in text
+    assert "assumed: input_ids int64 [4, 48], labels int64 [4, 48]; optimizer adamw, float32" in text
     for rule in plan.rules:
         assert rule.decision in text
 

@@ -8,7 +8,7 @@ import pytest
 
 import actmem
 from actmem.errors import ModeError
-from actmem.planner.solve import smallest_peak
+from actmem.planner.solver import smallest_peak
 from tests.planner.steps import DEVICE, images, peaks, tokens, zoo
 
 BATCHES = {"llama": lambda: tokens(4, 48), "unet": lambda: images(2, 16)}

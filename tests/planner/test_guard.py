@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import actmem
-from actmem.amounts import size
 from actmem.errors import BudgetError
 from actmem.planner import Guard
+from actmem.units import size
 from tests.planner.steps import DEVICE, Training, peaks, rows, stack, tokens, zoo
 
 
@@ -233,7 +233,7 @@ def widened(model: nn.Module) -> None:
 
 CHANGES: dict[str, tuple[Any, str]] = {
     "double": (lambda m: m.double(), "its parameters are float64 instead of float32"),
-    "another module": (widened, "it has Wide in the place of GELU"),
+    "another module": (widened, "it has Wide in place of GELU"),
     "grown": (lambda m: m[4].append(nn.Linear(32, 32)), "10,560 parameters are trained instead of 9,504"),
 }
 

@@ -24,7 +24,7 @@ def test_the_largest_batch_fits_by_measurement_and_the_next_one_by_none() -> Non
     model, budget = stack(), 2**20
     tried: dict[int, bool] = {}
     found = actmem.largest(
-        model, rows, budget=budget, vary="batch", loss=mean, step=16, progress=tried.__setitem__, **OPTIONS
+        model, rows, budget=budget, vary="batch", loss=mean, multiple=16, progress=tried.__setitem__, **OPTIONS
     )
     assert found.size % 16 == 0
     assert found.refused == found.size + 16
@@ -50,7 +50,7 @@ def test_sequences_are_tried_in_steps_of_128_unless_another_is_given() -> None:
     assert (found.size, found.refused) == (512, None)
     assert tried == [128, 256, 512]
     tried.clear()
-    found = actmem.largest(training.model, batch, budget="64MiB", most=100, step=24, **options)
+    found = actmem.largest(training.model, batch, budget="64MiB", most=100, multiple=24, **options)
     assert (found.size, found.refused) == (96, None)
 
 
@@ -61,11 +61,11 @@ def test_if_not_even_the_smallest_fits_that_is_said() -> None:
 
 def test_a_step_above_the_most_is_refused_as_no_size_is_left() -> None:
     with pytest.raises(
-        ModeError, match=r"step = 16 is above most = 8.*Write most=16 or more, or step=8 or less"
+        ModeError, match=r"multiple = 16 is above most = 8.*Write most=16 or more, or multiple=8 or less"
     ) as caught:
-        actmem.largest(stack(), rows, budget="1MiB", vary="batch", loss=mean, step=16, most=8, **OPTIONS)
+        actmem.largest(stack(), rows, budget="1MiB", vary="batch", loss=mean, multiple=16, most=8, **OPTIONS)
     assert "no multiple" in str(caught.value)
-    with pytest.raises(ModeError, match=r"step = 128 is above most = 64"):  # the step of sequences
+    with pytest.raises(ModeError, match=r"multiple = 128 is above most = 64"):  # that of sequences
         actmem.largest(stack(), rows, budget="1MiB", loss=mean, most=64, **OPTIONS)
     for most in (0, -1, 2.5):
         with pytest.raises(ModeError, match=r"most = .* is not permitted. Expected an int of 1 or more"):
@@ -81,7 +81,7 @@ def test_batches_that_do_not_depend_on_n_are_noticed(budget: str) -> None:
         return rows(256)
 
     with pytest.raises(ModeError) as caught:
-        actmem.largest(stack(), same, budget=budget, vary="batch", loss=mean, step=16, **OPTIONS)
+        actmem.largest(stack(), same, budget=budget, vary="batch", loss=mean, multiple=16, **OPTIONS)
     assert str(caught.value) == (
         "make_batch(16) and make_batch(32) return the same batch (0 float32 [256, 32]), so there is no largest batch "
         "to find. Make the batch from n, as in: lambda n: {'input_ids': torch.zeros(n, 1024, dtype=torch.long)}."

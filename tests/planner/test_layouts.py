@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from actmem.profiling.faking import Assuming, fake_batch
+from actmem.profiling.fake_model import Assuming, fake_batch
 from actmem.torchcompat import FakeTensorMode
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

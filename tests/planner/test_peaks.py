@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import actmem
-from actmem.amounts import UNITS, size
+from actmem.units import UNITS, size
 from tests.planner.steps import DEVICE, Training, rows, stack
 
 

@@ -133,11 +133,12 @@ def test_what_the_compiler_will_choose_is_not_predicted() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "moe_topk", "resnet"])
-def test_what_blocks_are_given_is_sent_as_it_is_measured_and_the_peak_is_no_lower_than_predicted(name: str) -> None:
+def test_what_is_offloaded_peaks_as_predicted(name: str) -> None:
     place = actmem.Offload(to="disk", min_bytes=0, in_flight_bytes=2**10)
     for mode in (actmem.Full(offload_inputs=place), actmem.OffloadActivations(to="disk", min_bytes=0)):
         training = zoo(name)
         found = actmem.predict(training.profile(fake=False), mode, DEVICE)
         measured = training.measured(mode)
         assert found.sent_bytes > 0
-        assert found.peak_bytes >= measured.peak_bytes
+        above = found.peak_bytes - measured.peak_bytes
+        assert 0 <= above <= 128 if name == "resnet" else above == 0

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import actmem
 from actmem import catalogue
 from actmem.errors import ModeError, PlanError, UnsupportedError
-from actmem.planner.simulating import simulate
 from actmem.profiles import Profile
-from actmem.profiling import stepping
+from actmem.profiling import session, step_profile
+from actmem.simulation.simulator import simulate
 from tests.planner.steps import DEVICE, Act, Training, rows, stack, tokens, zoo
 
 
@@ -66,11 +66,11 @@ DECIDED: dict[str, Callable[[int], str]] = {
 def check_skipping(model: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options: Any = {"loss": None}
     ran: list[str] = []
-    plain = stepping._Step._run_block
-    monkeypatch.setattr(stepping._Step, "_run_block", lambda s, b, *rest: (ran.append(b.path), plain(s, b, *rest))[1])
+    plain = session.Session._run_block
+    monkeypatch.setattr(session.Session, "_run_block", lambda s, b, *rest: (ran.append(b.path), plain(s, b, *rest))[1])
     skipped = actmem.profile(model, batch, **options)
     num_run = len(ran)
-    monkeypatch.setattr(stepping, "identity", lambda *_: object())  # no two blocks are equal
+    monkeypatch.setattr(step_profile, "identity", lambda *_: object())  # no two blocks are equal
     whole = actmem.profile(model, batch, **options)
     assert num_run < len(ran) - num_run == len(whole.layers)
     for decide in DECIDED.values():
@@ -110,10 +110,10 @@ def test_a_profile_is_read_back_equal() -> None:
 def test_what_is_no_profile_is_refused() -> None:
     text = Profile().to_json()
     for wrong in ("", "[1, 2]", "{}", text[:-5], text.replace('"layers":[]', '"layers":[{}]')):
-        with pytest.raises(PlanError, match="this is no profile"):
+        with pytest.raises(PlanError, match="this is not a profile"):
             Profile.from_json(wrong)
     with pytest.raises(PlanError, match="another version"):
-        Profile.from_json(text.replace('"version":1', '"version":2'))
+        Profile.from_json(text.replace('"version":2', '"version":1'))
 
 
 # -------------------------------------------------------------------- what cannot be seen
@@ -310,7 +310,7 @@ def test_a_model_whose_blocks_are_not_run_is_refused() -> None:
         return _ELSEWHERE["model"](*args)
 
     training.model.forward = another
-    with pytest.raises(UnsupportedError, match=r"none of the \d+ blocks.*was run in the profiled step.*fake=False"):
+    with pytest.raises(UnsupportedError, match=r"none of the \d+ blocks.*ran in the profiled step.*fake=False"):
         training.profile()
 
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from actmem.plan import Plan
-from actmem.planner.deciding import decisions
-from actmem.planner.following import follow
-from actmem.planner.simulating import simulate
-from actmem.planner.writing import write_rules
+from actmem.planner.rules_writer import write_rules
 from actmem.profiles import Profile
+from actmem.simulation.plan_effect import decisions, follow
+from actmem.simulation.simulator import simulate
 from tests.planner.steps import zoo
 from tests.zoo import ZOO
 

@@ -9,13 +9,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from actmem.planner.master import Moment, Step
-from actmem.planner.placing import Chain
-from actmem.planner.pricing import price, tabulate
-from actmem.planner.simulating import simulate
-from actmem.planner.solve import Link, smallest_peak, solve
-from actmem.planner.timeline import Timeline
+from actmem.planner.block_program import price, tabulate
+from actmem.planner.master_program import Moment, Step
+from actmem.planner.placement import Chain
+from actmem.planner.solver import Link, smallest_peak, solve
+from actmem.planner.work import Work
 from actmem.profiles import Call, Cost, Layer, Profile, Value
+from actmem.simulation.flight import InFlight
+from actmem.simulation.peak_moments import Timeline
+from actmem.simulation.simulator import simulate
 
 SIZES = (8, 64, 100, 200, 256, 500)
 STEP_SECONDS = 100.0
@@ -46,7 +48,8 @@ class _Program:
 
     def forward(self, source: int, num_calls: int) -> int:
         draw, nth = self.draw, len(self.layers)
-        values = [Value(self.sizes[source], source, -1, "input", "external", (), -1, -1, False)]
+        size = self.sizes[source]
+        values = [Value(size, source, -1, "input", "external", (), -1, -1, False, copy_bytes=size)]
         calls: list[Call] = []
         handles: list[int] = []
         alive: list[int] = []
@@ -57,15 +60,20 @@ class _Program:
                 self._pack(nth, handles, r)
             why = "routing" if draw(st.integers(0, 9)) == 0 else None
             makes: list[int] = []
-            for _ in range(2 if draw(st.integers(0, 5)) == 0 else 1):
+            for slot in range(2 if draw(st.integers(0, 5)) == 0 else 1):
                 storage = self.storage()
+                size = self.sizes[storage]
                 makes.append(len(values))
-                values.append(Value(self.sizes[storage], storage, c, "made", why, reads, -1, -1, False))
+                shown = len(values)  # a tensor for each value, which dies with its storage
+                values.append(
+                    Value(size, storage, c, "made", why, reads, -1, -1, False, copy_bytes=size, slot=slot, shown=shown)
+                )
                 alive.append(len(values) - 1)
                 self.live += self.sizes[storage]
             self.costs.append(Cost(f"aten.op{c}.default", c + 1, 0, "float32"))
             self.seconds.append(float(draw(st.integers(1, 9))))
-            calls.append(Call(f"aten.op{c}.default", "", len(self.costs) - 1, tuple(makes)))
+            cost = len(self.costs) - 1
+            calls.append(Call(f"aten.op{c}.default", "", cost, tuple(makes), refs=reads, shown=reads, never=why))
             self.log.append(("call", nth, c, len(self.costs) - 1, self.live))
             for v in makes:
                 self._pack(nth, handles, v)
@@ -166,8 +174,11 @@ def test_sums_over_layers_are_what_walking_through_the_log_gives(data: Any) -> N
     line = Timeline(profile, seconds)
     keeps = keeps_of(data.draw, profile)
     effects = [line.effect(line.family_of[n], keep) for n, keep in enumerate(keeps)]
-    walked = simulate(profile, keeps, exact=True, in_flight_bytes=70)
-    assert line.peak(effects, in_flight_bytes=70) == walked.peak_bytes
+    walked = simulate(profile, keeps, exact=True)
+    assert line.peak(effects) == walked.peak_bytes
+    in_flight = simulate(profile, keeps, exact=True, in_flight=InFlight(70))
+    assert in_flight.peak_bytes <= line.peak(effects, in_flight_bytes=70)
+    assert in_flight.replayed == walked.replayed
     assert tuple(e.replayed for e in effects) == walked.replayed
     assert tuple(e.held for e in effects) == walked.held
 
@@ -243,7 +254,7 @@ def test_the_bound_of_a_chain_is_never_above_the_optimum(step: Any, data: Any) -
     plans = every_plan(profile, seconds)
     budget = data.draw(st.sampled_from(sorted({peak for _, peak in plans})))
     least = min(spent for spent, peak in plans if peak <= budget)
-    program = Step(Timeline(profile, seconds))
+    program = Step(Timeline(profile, seconds), Work())
     unpacks = [int(j) for j in (program.timeline.asked >= 0).nonzero()[0]]
     program.add_rows([Moment(j, within=False) for j in range(len(program.timeline.live))])
     program.add_rows([Moment(j, within=True) for j in unpacks])
@@ -255,11 +266,11 @@ def test_the_bound_of_a_chain_is_never_above_the_optimum(step: Any, data: Any) -
 def test_the_table_of_a_block_has_the_optimum_of_its_program(step: Any, data: Any) -> None:
     profile, seconds = step
     line = Timeline(profile, seconds)
-    for problem, family in zip(Step(line).problems, line.families, strict=True):
+    for problem, family in zip(Step(line, Work()).problems, line.families, strict=True):
         if not problem.units:
             continue
         events = data.draw(st.sets(st.integers(0, len(family.events) - 1), min_size=1, max_size=3))
         prices = [(k, data.draw(st.sampled_from((0.001, 0.01, 0.1)))) for k in sorted(events)]
         table = tabulate(problem, [k for k, _ in prices])
         least = (table.seconds + sum(p * table.bytes_after[k] for k, p in prices)).min()
-        assert least == pytest.approx(price(problem, prices).bound, rel=1e-5, abs=1e-5)
+        assert least == pytest.approx(price(problem, prices, work=Work()).bound, rel=1e-5, abs=1e-5)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import actmem
-from actmem.engine import coverage, holding, operators, replay, tape, values
+from actmem.engine import coverage, holdings, operators, replay, tape, values
 
 Body = Callable[["_Block", Tensor], Tensor]
 
@@ -185,7 +185,7 @@ class Defect:
 
 
 def _uncopied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(holding, "copied", lambda base: base)
+    patch.setattr(holdings, "copied", lambda base: base)
 
 
 def _wrong_stride(patch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ DEFECTS = {
     "an old version is not copied before it is overwritten": Defect(_overwritten, _uncopied),
     "a view is seen with the wrong strides": Defect(_transposed, _wrong_stride),
     "a replayed write does not copy what others still read": Defect(
-        _two_versions, _by(replay, "_writable", " and sys.getrefcount(value) <= num_refs[id(value)] + 2", "")
+        _two_versions, _by(replay, "_writable", "if in_place[id(value)] else copied(_held(value))", "")
     ),
     "a storage is known by its pointer alone": Defect(_short_lives, _pointers_only),
     "the generator is not set before a replay": Defect(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actmem.amounts import UNITS, parse_budget
 from actmem.errors import ModeError
+from actmem.units import UNITS, parse_budget
 
 GPU = 80_000_000_000
 
@@ -74,8 +74,8 @@ def test_what_a_budget_means(budget: str | float, num_bytes: int) -> None:
         ("0.2 B", "is less than one byte"),
         (0, "leaves no memory at all"),
         (0.0, "leaves no memory at all"),
-        (-1, "is less than nothing"),
-        (-0.5, "is less than nothing"),
+        (-1, "is negative"),
+        (-0.5, "is negative"),
         (1.5, "is a fraction above 1, and no device has more than all of its memory"),
         (20e9, "is a fraction above 1, and no device has more than all of its memory"),
         (1e-12, "is less than one byte of the 80000000000 that the device has"),
@@ -92,7 +92,7 @@ def test_what_is_no_budget_is_refused_with_the_reason_and_the_repair(budget: obj
         parse_budget(budget, device_bytes=GPU)  # type: ignore[arg-type]
     message = str(caught.value)
     assert re.match(
-        rf"budget = .{{1,80}} {re.escape(why)}\. Expected a text with a unit \(B, KB, MB, GB, TB, KiB,", message
+        rf"budget = .{{1,80}} {re.escape(why)}\. Expected a string with a unit \(B, KB, MB, GB, TB, KiB,", message
     )
     assert message.endswith("Write budget='20GiB', or budget=0.9 for 90 %.")
 
@@ -102,7 +102,9 @@ def test_a_number_that_is_too_small_to_be_bytes_has_lost_its_unit(budget: str | 
     with pytest.raises(ModeError) as caught:
         parse_budget(budget, device_bytes=GPU)
     number = int(budget)
-    assert str(caught.value) == (f"{number} bytes? Write budget='{number}GiB'. If bytes are meant: budget='{number}B'.")
+    assert str(caught.value) == (
+        f"{number} bytes? Write budget='{number}GiB', or budget='{number}B' if you mean bytes."
+    )
     assert parse_budget(f"{number}GiB", device_bytes=None) == number * 2**30
     assert parse_budget(f"{number}B", device_bytes=None) == number
 
@@ -114,7 +116,7 @@ def test_a_fraction_is_taken_as_it_is_written() -> None:
 
 @pytest.mark.parametrize("budget", [0.9, "0.9", 1.0, "90%"])
 def test_a_fraction_needs_a_device(budget: str | float) -> None:
-    with pytest.raises(ModeError, match=r"is a fraction, but of which memory is not known. Name the device too"):
+    with pytest.raises(ModeError, match=r"is a fraction, but the device's memory is not known. Name the device too"):
         parse_budget(budget, device_bytes=None)
     assert parse_budget("20GiB", device_bytes=None) == parse_budget(20 * 2**30, device_bytes=None) == 20 * 2**30
 

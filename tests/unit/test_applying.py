@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import actmem
 from actmem import Full, Plan, Rule, Rules, SaveEverything, Selective, SelfCheckError, Targets
-from actmem.engine import calling
+from actmem.applying import applied_block
 from actmem.engine.tape import Tape
 from tests.zoo import ZOO, TitanLike
 
@@ -94,7 +94,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    monkeypatch.setattr(calling, "Tape", Counted)
+    monkeypatch.setattr(applied_block, "Tape", Counted)
     return made
 
 
@@ -126,15 +126,15 @@ def test_the_first_call_is_observed_and_check_replay_has_more_observed() -> None
     model = titan()
     with actmem.apply(model, Full()) as applied:
         step(model)
-        first = [script.observation for script in applied._scripts]
+        first = [script.observation for script in applied._runners]
         step(model)
-        assert [script.observation for script in applied._scripts] == first
+        assert [script.observation for script in applied._runners] == first
         applied.check_replay(2)
         step(model)
-        second = [script.observation for script in applied._scripts]
+        second = [script.observation for script in applied._runners]
         assert all(a is not b for a, b in zip(first, second, strict=True))
         step(model)
-        assert [script.num_checked for script in applied._scripts] == [0, 0, 0]
+        assert [script.num_checked for script in applied._runners] == [0, 0, 0]
 
 
 class Hidden(nn.Module):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actmem import ModeError
 from actmem.catalogue import DecoderConfig, build, example, find, names, tiny
-from actmem.catalogue.configs import scaled
+from actmem.catalogue.model_configs import scaled
 from tests.children import run
 
 # As the files of the published weights have them. Gemma is the language model alone, as keras-hub counts it, without

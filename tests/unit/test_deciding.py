@@ -3,10 +3,10 @@ from typing import Any
 import pytest
 import torch
 
-from actmem.engine.deciding import Verdicts, resolve
+from actmem.decision_rules import Rule
 from actmem.engine.operators import describe
+from actmem.engine.verdicts import Verdicts, resolve
 from actmem.modes import Full, Selective, Targets, every_second
-from actmem.plan import Rule
 
 aten = torch.ops.aten
 MODULES = {path: f"layers.1.{path}".rstrip(".") for path in ("", "attn", "attn.q", "mlp", "mlp.up", "norm")}

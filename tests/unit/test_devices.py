@@ -111,7 +111,7 @@ sys.modules["torch"] = None
 package = types.ModuleType("actmem")
 package.__path__ = [sys.argv[1]]
 sys.modules["actmem"] = package
-from actmem import amounts, devices
+from actmem import units as amounts, devices
 print(amounts.parse_budget(0.5, device_bytes=devices.device("h100-80gb").memory_bytes))
 """
     folder = str(Path(actmem.errors.__file__).parent)
@@ -178,7 +178,7 @@ def test_more_work_or_more_bytes_never_take_less_time(flops: int, moved: int, ke
 
 def test_a_dtype_that_does_not_exist_is_refused() -> None:
     with pytest.raises(
-        DeviceError, match=r"dtype = 'bananas' is not known. Expected a name of torch's, such as bfloat16"
+        DeviceError, match=r"dtype = 'bananas' is not known. Expected the name of a torch dtype, such as bfloat16"
     ):
         TOY.flop_rate("bananas")
 
@@ -243,7 +243,7 @@ def test_a_device_is_taken_as_it_is() -> None:
 )
 def test_an_unknown_device_is_refused_with_the_nearest_names(name: str, near: str) -> None:
     message = refusal(name)
-    assert f"device {name!r} is not known. Permitted: {', '.join(KEYS)}. Did you mean {near}? Another one" in message
+    assert f"device {name!r} is not known. Permitted: {', '.join(KEYS)}. Did you mean {near}? Add others" in message
 
 
 @pytest.mark.parametrize("name", ["", "-", "bananas"])
@@ -253,7 +253,7 @@ def test_where_nothing_is_near_nothing_is_proposed(name: str) -> None:
 
 @pytest.mark.parametrize("which", [None, 7, b"h100-80gb", ["h100-80gb"]])
 def test_what_is_no_name_is_refused(which: object) -> None:
-    assert refusal(which).startswith(f"device = {which!r} is no device. Expected one of a100-40gb")
+    assert refusal(which).startswith(f"device = {which!r} is not a device. Expected one of a100-40gb")
 
 
 def test_the_error_can_be_caught_as_a_value_error_and_as_one_of_actmem() -> None:
@@ -340,53 +340,56 @@ NEW = '[devices.new]\nname = "new"\nmemory_bytes = 1e9\n'
             "devices.new.memory_bytes is missing. Add the line memory_bytes = 80_000_000_000",
         ),
         ("[devices.new]\nmemory_bytes = 1e9", 'devices.new.name is missing. Add the line name = "what it is" to [dev'),
-        (NEW.replace("1e9", '"80GB"'), "devices.new.memory_bytes = '80GB' is no figure. Expected a number above 0."),
+        (NEW.replace("1e9", '"80GB"'), "devices.new.memory_bytes = '80GB' is not a figure. Expected a number above 0."),
         (NEW.replace("1e9", '"80GB"'), "Write memory_bytes = 80_000_000_000."),
-        (NEW.replace("1e9", "0"), "devices.new.memory_bytes = 0 is no figure."),
-        (NEW.replace("1e9", "-5"), "devices.new.memory_bytes = -5 is no figure."),
-        (NEW.replace("1e9", "nan"), "devices.new.memory_bytes = nan is no figure."),
-        (NEW.replace("1e9", "true"), "devices.new.memory_bytes = True is no figure."),
-        (NEW + "flops_per_second.bf16 = inf", "devices.new.flops_per_second.bf16 = inf is no figure."),
+        (NEW.replace("1e9", "0"), "devices.new.memory_bytes = 0 is not a figure."),
+        (NEW.replace("1e9", "-5"), "devices.new.memory_bytes = -5 is not a figure."),
+        (NEW.replace("1e9", "nan"), "devices.new.memory_bytes = nan is not a figure."),
+        (NEW.replace("1e9", "true"), "devices.new.memory_bytes = True is not a figure."),
+        (NEW + "flops_per_second.bf16 = inf", "devices.new.flops_per_second.bf16 = inf is not a figure."),
         (
             NEW + 'flops_per_second.bf16 = { value = "fast" }',
-            "devices.new.flops_per_second.bf16 = 'fast' is no figure.",
+            "devices.new.flops_per_second.bf16 = 'fast' is not a figure.",
         ),
         (
             NEW + "flops_per_second.bf16 = { source = 'x' }",
             "devices.new.flops_per_second.bf16 has no value. Write bf16 =",
         ),
-        (NEW + "flops_per_second.bf16 = { value = 1, source = '' }", "bf16.source = '' is no text. Write source ="),
+        (
+            NEW + "flops_per_second.bf16 = { value = 1, source = '' }",
+            "bf16.source = '' is not a string. Write source =",
+        ),
         (
             NEW + "flops_per_second.bf16 = { value = 1, page = 3 }",
             "bf16.page is not a known key. Permitted: value, source.",
         ),
         (
             NEW + 'flops_per_second = "fast"',
-            "devices.new.flops_per_second = 'fast' is no table. Expected [devices.new.flop",
+            "devices.new.flops_per_second = 'fast' is not a table. Expected [devices.new.flop",
         ),
         (
             NEW + "attainable.link = 80",
-            "devices.new.attainable.link = 80 is more than all of a peak. Expected a fraction",
+            "devices.new.attainable.link = 80 is more than the whole peak. Expected a fraction",
         ),
-        ("[attainable]\nmatmul = 1.2", "attainable.matmul = 1.2 is more than all of a peak."),
+        ("[attainable]\nmatmul = 1.2", "attainable.matmul = 1.2 is more than the whole peak."),
         (
             "[attainable]\nmatmul = 0",
-            "attainable.matmul = 0 is no figure. Expected a number above 0. Write matmul = 0.8.",
+            "attainable.matmul = 0 is not a figure. Expected a number above 0. Write matmul = 0.8.",
         ),
         (
             NEW + 'nvme = "floppy"',
-            "devices.new.nvme = 'floppy' is no known class of drives. Permitted: pcie4-x4, pcie5-x4.",
+            "devices.new.nvme = 'floppy' is not a known class of drives. Permitted: pcie4-x4, pcie5-x4.",
         ),
-        (NEW + "nvme = ['pcie4-x4']", "devices.new.nvme = ['pcie4-x4'] is no text."),
+        (NEW + "nvme = ['pcie4-x4']", "devices.new.nvme = ['pcie4-x4'] is not a string."),
         ("[nvme.array]\nread_bytes_per_second = 5e9", "nvme.array.write_bytes_per_second is missing."),
         (
             "[devices]\nnew = 'h100'",
-            "devices.new = 'h100' is no table. Expected [devices.new], with name, memory_bytes",
+            "devices.new = 'h100' is not a table. Expected [devices.new], with name, memory_bytes",
         ),
-        ("devices = 5", "devices = 5 is no table. Expected [devices], with one table for each name."),
-        ("attainable = 0.8", "attainable = 0.8 is no table. Expected [attainable], with matmul, memory, link."),
-        (NEW + "flops_per_second = 3e12", "devices.new.flops_per_second = 3000000000000.0 is no table."),
-        (NEW + "nvme = 4", "devices.new.nvme = 4 is no text."),
+        ("devices = 5", "devices = 5 is not a table. Expected [devices], with one table for each name."),
+        ("attainable = 0.8", "attainable = 0.8 is not a table. Expected [attainable], with matmul, memory, link."),
+        (NEW + "flops_per_second = 3e12", "devices.new.flops_per_second = 3000000000000.0 is not a table."),
+        (NEW + "nvme = 4", "devices.new.nvme = 4 is not a string."),
         ('[devices.""]\nname = "x"\nmemory_bytes = 1', "devices has a table without a name. Write [devices.NAME]."),
         ("[devices.new", "cannot be read as TOML"),
         (NEW + NEW, "cannot be read as TOML"),
@@ -398,14 +401,14 @@ def test_a_mistake_in_a_users_file_is_named_with_its_place_and_its_repair(
     file = tmp_path / "own.toml"
     file.write_text(text)
     found = refusal("new", path=file)
-    assert found.startswith(f"the file of devices {str(file)!r}")
+    assert found.startswith(f"the device file {str(file)!r}")
     assert message in found
     assert not re.search(r"pydantic|validation error|model_type|Input should", found)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = tmp_path / "missing.toml"
-    assert f"the file of devices {str(missing)!r} cannot be read: No such file" in refusal("toy", path=missing)
+    assert f"the device file {str(missing)!r} cannot be read: No such file" in refusal("toy", path=missing)
     assert "cannot be read" in refusal("toy", path=tmp_path)
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe\x00")

@@ -6,6 +6,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from actmem import modes
+from actmem.decision_rules import Rule, check_rules
 from actmem.errors import ModeError
 from actmem.modes import (
     TARGETS,
@@ -18,7 +19,7 @@ from actmem.modes import (
     Targets,
     every_second,
 )
-from actmem.plan import Plan, Rule, check_rules
+from actmem.plan import Plan
 
 MODES = [
     SaveEverything(),

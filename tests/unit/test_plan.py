@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
+from actmem.decision_rules import DECISIONS, TARGETS, Rule, Slices, check_rules
 from actmem.errors import ModeError, PlanError
 from actmem.ops import GROUPS
-from actmem.plan import DECISIONS, TARGETS, Plan, Rule, Slices, check_rules
+from actmem.plan import Plan
 
 PLAN = Plan(
     [

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import actmem
 from actmem import Full, Report, Rule, Rules, SaveEverything, Selective
-from actmem.report.text import size
+from actmem.reporting.report_text import size
 from tests.zoo import TitanLike
 
 

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 import actmem
 from actmem import Applied, Full, Rule, Rules, SaveEverything, Selective, Targets, every_second
-from actmem.engine.deciding import resolve
 from actmem.engine.operators import describe
-from actmem.engine.tracing import Traced, Tracer, log_once, subsumed
+from actmem.engine.verdicts import Traced, Tracer, log_once, resolve, subsumed
 from actmem.modes import Mode
 
 aten = torch.ops.aten
@@ -97,7 +96,7 @@ def test_calls_of_one_operator_in_one_module_are_numbered() -> None:
 def test_before_a_step_there_is_nothing_to_trace() -> None:
     trace = applied(Full(), num_steps=0).trace()
     assert trace.blocks == ()
-    assert str(trace) == "nothing is decided yet: run a training step, then print the trace again.\n"
+    assert str(trace) == "nothing has been decided yet: run a training step, then print the trace again.\n"
 
 
 def test_a_later_step_is_not_traced_unless_it_is_observed() -> None:
@@ -254,7 +253,7 @@ def test_a_target_within_another_that_is_decided_otherwise_is_not_subsumed() -> 
 def test_a_rule_that_decides_nothing_because_of_earlier_ones_is_named() -> None:
     handle = applied(Targets(["mlp", "own:gate"]), own={"own:gate": ("mlp.gate",)})
     (line,) = handle.trace().subsumed
-    assert line == "target 'own:gate' adds nothing: all that it covers belongs to 'mlp' too."
+    assert line == "target 'own:gate' adds nothing: everything it covers is also covered by 'mlp'."
     assert line in handle.report().notes
     assert line in str(handle.trace()) and line in str(handle.report())
     covered = {r.op: r.targets for r in handle.trace().blocks[0].rows}

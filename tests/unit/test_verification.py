@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import actmem
 from actmem import Full, ModeError, SaveEverything
-from actmem.profiling.restoring import Restored, generator_states, set_generator_states
+from actmem.profiling.restored_state import Restored, generator_states, set_generator_states
 from tests.zoo import ZOO
 
 

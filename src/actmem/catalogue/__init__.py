@@ -1,12 +1,12 @@
 """Build ten well-known models from their published numbers, with torch alone.
 
-`build(name)` makes a model, by default on the meta device; `example(name)` a batch for it. Nothing here knows about
+`build(name)` creates a model, by default on the meta device; `example(name)` a batch for it. Nothing here knows about
 decisions, plans or tapes, and `import actmem` does not import it.
 
-- `configs.py` holds the numbers, with their sources.
+- `model_configs.py` holds the numbers, with their sources.
 - `layers.py`, `attention.py` and `moe.py` hold the parts of a layer.
-- `decoder.py` and `vit.py` put them together.
-- `build.py` makes models and examples.
+- `decoder.py` and `vit.py` assemble them.
+- `builder.py` builds models and examples.
 
 >>> from actmem.catalogue import build, example, tiny
 >>> config = tiny("gpt-oss-20b")
@@ -14,8 +14,8 @@ decisions, plans or tapes, and `import actmem` does not import it.
 >>> model(**example(config, sequence=16, device="cpu")).loss.backward()
 """
 
-from actmem.catalogue.build import build, example, names
-from actmem.catalogue.configs import Config, DecoderConfig, VisionConfig, find, tiny
+from actmem.catalogue.builder import build, example, names
 from actmem.catalogue.decoder import Output
+from actmem.catalogue.model_configs import Config, DecoderConfig, VisionConfig, find, tiny
 
 __all__ = ["Config", "DecoderConfig", "Output", "VisionConfig", "build", "example", "find", "names", "tiny"]

@@ -1,34 +1,34 @@
-"""Attend: grouped-query attention with norms, windows and sinks, and multi-head latent attention.
+"""Grouped-query attention with norms, windows and sinks, and multi-head latent attention.
 
 NOTE [ sinks through a fused kernel ]
 
-A sink is a logit of its own for each query head: softmax runs over the scores and this logit, and what it takes away
-is lost. Kernels do not know it. So one position is put in front of all: its value is zero, and its key gives the
-wanted logit against any query. For that, heads become wider by as many columns as query heads share a key head: query
-head h carries a one in column h of its group, real keys carry zeros there, and the front key carries the sinks of its
-group, divided by the scale. The front query only keeps the causal diagonal in place, and its result is dropped.
+A sink is an extra logit for each query head: softmax runs over the scores and this logit, and the probability that the
+sink gets is discarded. Fused kernels do not support sinks. So one position is prepended: its value is zero, and its key
+yields the wanted logit against any query. To do so, heads are widened by as many columns as query heads share a key
+head: query head h has a one in column h of its group, real keys have zeros there, and the prepended key has the sinks
+of its group, divided by the scale. The prepended query only keeps the causal diagonal aligned; its result is dropped.
 
 NOTE [ equal widths ]
 
-Fused kernels want values as wide as keys. Narrower ones are filled up with zeros and the result is cut, as is usual
-for multi-head latent attention; otherwise torch falls back to a kernel that holds all scores.
+Fused kernels need values as wide as keys. Narrower values are padded with zeros and the result is cut, as is usual for
+multi-head latent attention; otherwise torch falls back to a kernel that holds all scores.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from actmem.catalogue.configs import DecoderConfig, LatentConfig
 from actmem.catalogue.layers import Factory, Linear, RMSNorm, Rotary, rotate
+from actmem.catalogue.model_configs import DecoderConfig, LatentConfig
 
 __all__ = ["Attention", "LatentAttention", "window_mask"]
 
-# Widths of heads are kept a multiple of this, as kernels want it.
+# Head widths are kept a multiple of this, as kernels require.
 _ALIGNMENT = 8
 
 
 class Attention(nn.Module):
-    """Attend with grouped queries."""
+    """Grouped-query attention."""
 
     def __init__(self, config: DecoderConfig, factory: Factory) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Attend with queries, keys and values that come out of narrow latents."""
+    """Attention with queries, keys and values projected up from narrow latents."""
 
     def __init__(self, config: DecoderConfig, latent: LatentConfig, factory: Factory) -> None:
         super().__init__()
@@ -115,9 +115,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: floa
 
 
 def window_mask(length: int, window: int, *, sink: bool, like: Tensor) -> Tensor:
-    """Make the mask of all sliding layers: what is added to the scores, in the dtype of a tensor.
+    """Return the mask of all sliding layers: what is added to the scores, in the dtype of `like`.
 
-    One mask is made in a step. A boolean one would be turned into this, and held, by each layer for itself.
+    There is one mask per step. A boolean mask would be converted to this one, and held, by each layer separately.
 
     >>> window_mask(3, 2, sink=False, like=torch.zeros(1)).exp().int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]

@@ -1,4 +1,4 @@
-"""Build decoder-only language models, for training: no cache, one pass over whole sequences."""
+"""Decoder-only language models for training: no cache, one pass over whole sequences."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from actmem.catalogue.attention import Attention, LatentAttention, window_mask
-from actmem.catalogue.configs import DecoderConfig
 from actmem.catalogue.layers import Embedding, Factory, GatedMLP, Linear, RMSNorm, Rotary, rotary_table
+from actmem.catalogue.model_configs import DecoderConfig
 from actmem.catalogue.moe import MoE
 
 __all__ = ["CausalLM", "Decoder", "DecoderLayer", "Output"]
@@ -16,16 +16,16 @@ _IGNORED = -100
 
 
 class Output(NamedTuple):
-    """Be what a model of the catalogue returns."""
+    """What a model of the catalogue returns."""
 
     loss: Tensor | None
     """The mean cross-entropy, in float32; None without labels."""
     logits: Tensor
-    """The scores of all tokens or classes."""
+    """The logits of all tokens or classes."""
 
 
 class DecoderLayer(nn.Module):
-    """Be one layer: attention, then a feed-forward part, each added to the residual stream."""
+    """One layer: attention, then a feed-forward part, each added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, index: int, factory: Factory) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embed tokens and run all layers."""
+    """The embedding and all layers."""
 
     def __init__(self, config: DecoderConfig, factory: Factory) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, factory, plus_one=config.gemma_norms)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the normed residual stream of (batch, positions) tokens."""
+        """Return the normalised residual stream for (batch, positions) tokens."""
         config = self.config
         x: Tensor = self.embed_tokens(input_ids)
         if config.scale_embeddings:
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """Predict the next token."""
+    """A model that predicts the next token."""
 
     def __init__(self, config: DecoderConfig, factory: Factory) -> None:
         super().__init__()
@@ -95,11 +95,11 @@ class CausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
-        """Return the logits, and with labels the loss of predicting each from the tokens before it.
+        """Return the logits and, with labels, the loss of predicting each label from the tokens before it.
 
         Args:
             input_ids: tokens, (batch, positions).
-            labels: tokens, mostly the same ones; -100 is left out.
+            labels: tokens, usually the same ones; -100 is ignored.
         """
         logits: Tensor = self.lm_head(self.model(input_ids))
         if labels is None:

@@ -1,4 +1,4 @@
-"""Hold the small parts that several models of the catalogue share: projections, norms, rotary positions."""
+"""The small parts that several models of the catalogue share: projections, norms, rotary positions."""
 
 from typing import TypedDict
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from actmem.catalogue.configs import Activation
+from actmem.catalogue.model_configs import Activation
 
 __all__ = ["Embedding", "Factory", "GatedMLP", "Linear", "RMSNorm", "Rotary", "gated", "rotary_table", "rotate"]
 
@@ -15,28 +15,28 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class Factory(TypedDict):
-    """Say where parameters are made, and in which dtype."""
+    """The device and the dtype to create parameters with."""
 
     device: torch.device
     dtype: torch.dtype
 
 
 class Linear(nn.Linear):
-    """Project, with weights that are drawn when the whole model stands, and never on the meta device."""
+    """A projection whose weights are drawn once the whole model is built, and never on the meta device."""
 
     def reset_parameters(self) -> None:
         """Leave the weights as they are."""
 
 
 class Embedding(nn.Embedding):
-    """Look tokens up, in a table that is drawn when the whole model stands, and never on the meta device."""
+    """An embedding whose table is drawn once the whole model is built, and never on the meta device."""
 
     def reset_parameters(self) -> None:
         """Leave the table as it is."""
 
 
 class RMSNorm(nn.Module):
-    """Divide by the root of the mean square, in float32, as the models of transformers do."""
+    """RMSNorm, computed in float32 as the models of transformers do."""
 
     def __init__(self, size: int, eps: float, factory: Factory, *, plus_one: bool = False) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """Be a dense feed-forward layer, or the shared experts, with a gate."""
+    """A gated feed-forward layer, either dense or for the shared experts."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: Activation, factory: Factory) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class GatedMLP(nn.Module):
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Let a gate pass what was projected up."""
+    """Apply the activation to the gate, and multiply by the up-projection."""
     if activation == "gelu_tanh":
         return functional.gelu(gate, approximate="tanh") * up
     if activation == "silu":
@@ -78,12 +78,12 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return gate * torch.sigmoid(gate * _SLOPE) * (up.clamp(-_LIMIT, _LIMIT) + 1)
 
 
-# Of gpt-oss: where its SwiGLU is clamped, and the slope of the sigmoid.
+# gpt-oss: the clamp of its SwiGLU, and the slope of the sigmoid.
 _LIMIT, _SLOPE = 7.0, 1.702
 
 
 def rotary_table(length: int, head_dim: int, theta: float, *, like: Tensor) -> Rotary:
-    """Compute the rotations of all positions, on the device and in the dtype of a tensor."""
+    """Compute the rotations of all positions, on the device and in the dtype of `like`."""
     steps = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
     positions = torch.arange(length, device=like.device, dtype=torch.float32)
     angles = torch.outer(positions, 1.0 / theta**steps)

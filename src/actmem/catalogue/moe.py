@@ -1,28 +1,28 @@
-"""Send each token to some experts, without a shape that depends on where the tokens go.
+"""Mixture of experts, with shapes that do not depend on where the tokens go.
 
 NOTE [ dispatch without dynamic shapes ]
 
 Each token becomes as many rows as experts are chosen for it. The rows are sorted by expert, and grouped products run
-over them with the ends of the groups as offsets. So every tensor has tokens x chosen rows, whatever the router says,
-and a trace on fake tensors shows the bytes of a real step. Grouped products are made in bfloat16, the one dtype that
-torch has them for on every device; weights of another dtype are cast first.
+over them with the ends of the groups as offsets. So every tensor has tokens x chosen rows, whatever the router decides,
+and a trace on fake tensors shows the bytes of a real step. Grouped products run in bfloat16, the one dtype that torch
+supports for them on every device; weights of another dtype are cast first.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from actmem.catalogue.configs import Activation, DecoderConfig, ExpertsConfig
 from actmem.catalogue.layers import Factory, GatedMLP, gated
+from actmem.catalogue.model_configs import Activation, DecoderConfig, ExpertsConfig
 
 __all__ = ["PRODUCT_DTYPE", "Experts", "MoE", "Router"]
 
 PRODUCT_DTYPE = torch.bfloat16
-"""The dtype that grouped products are made in."""
+"""The dtype of grouped products."""
 
 
 class Router(nn.Module):
-    """Choose the experts of each token, and their weights."""
+    """The router: chooses the experts of each token, and their weights."""
 
     e_score_correction_bias: Tensor | None
 
@@ -31,7 +31,7 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, **factory))
         self.bias = nn.Parameter(torch.empty(config.num_experts, **factory)) if config.bias else None
-        # DeepSeek balances its experts by it. No gradient reaches it: a training loop moves it.
+        # DeepSeek balances its experts with it. It gets no gradient: a training loop adjusts it.
         balance = torch.empty(config.num_experts, device=factory["device"]) if config.scores == "sigmoid" else None
         self.register_buffer("e_score_correction_bias", balance)
 
@@ -51,7 +51,7 @@ class Router(nn.Module):
         return (weights / weights.sum(-1, keepdim=True) * self.config.scaling).type_as(x), chosen
 
     def _choices(self, scores: Tensor) -> Tensor:
-        """Return what experts are chosen by: balanced scores, in the best groups only."""
+        """Return the scores that experts are chosen by: balanced, and in the best groups only."""
         if self.e_score_correction_bias is not None:
             scores = scores + self.e_score_correction_bias
         if self.config.num_groups == 1:
@@ -63,7 +63,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Hold all routed experts of a layer, stacked, and run them on rows that are sorted by expert."""
+    """All routed experts of a layer, stacked; they run on rows that are sorted by expert."""
 
     def __init__(self, hidden_size: int, experts: ExpertsConfig, config: DecoderConfig, factory: Factory) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Experts(nn.Module):
             self.down_proj_bias = nn.Parameter(torch.empty(count, hidden_size, **factory))
 
     def forward(self, rows: Tensor, expert_of_row: Tensor) -> Tensor:
-        """Run each row through its expert; rows of one expert lie side by side."""
+        """Run each row through its expert; the rows of one expert are adjacent."""
         every = torch.arange(len(self.down_proj), device=rows.device)
         ends = torch.searchsorted(expert_of_row, every, right=True, out_int32=True)
         inner = _grouped(rows, self.gate_up_proj, ends, self.gate_up_proj_bias, expert_of_row)
@@ -86,7 +86,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Be the feed-forward part of a layer with experts."""
+    """The feed-forward part of a layer with experts."""
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig, factory: Factory) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class MoE(nn.Module):
             self.shared_experts = GatedMLP(config.hidden_size, shared, config.activation, factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add up what the chosen experts, and the shared ones, make of each token."""
+        """Return the sum of the outputs of the chosen and the shared experts for each token."""
         tokens = x.flatten(0, 1)
         weights, chosen = self.gate(tokens)
         # NOTE [ dispatch without dynamic shapes ]

@@ -1,12 +1,12 @@
-"""Build vision transformers that classify images."""
+"""Vision transformers that classify images."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from actmem.catalogue.configs import VisionConfig
 from actmem.catalogue.decoder import Output
 from actmem.catalogue.layers import Factory, Linear
+from actmem.catalogue.model_configs import VisionConfig
 
 __all__ = ["ImageClassifier"]
 
@@ -14,14 +14,14 @@ _NUM_CHANNELS = 3
 
 
 class Convolution(nn.Conv2d):
-    """Convolve, with weights that are drawn when the whole model stands, and never on the meta device."""
+    """A convolution whose weights are drawn once the whole model is built, and never on the meta device."""
 
     def reset_parameters(self) -> None:
         """Leave the weights as they are."""
 
 
 class PatchEmbeddings(nn.Module):
-    """Cut an image into patches, put the class token in front, and add positions."""
+    """Patch embedding: cuts an image into patches, prepends the class token and adds positions."""
 
     def __init__(self, config: VisionConfig, factory: Factory) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class PatchEmbeddings(nn.Module):
 
 
 class EncoderAttention(nn.Module):
-    """Attend from every patch to every patch."""
+    """Attention between all patches."""
 
     def __init__(self, config: VisionConfig, factory: Factory) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class EncoderAttention(nn.Module):
 
 
 class EncoderMLP(nn.Module):
-    """Be the feed-forward part of a layer."""
+    """The feed-forward part of a layer."""
 
     def __init__(self, config: VisionConfig, factory: Factory) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class EncoderMLP(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Be one layer: attention, then the feed-forward part, each added to the residual stream."""
+    """One layer: attention, then the feed-forward part, each added to the residual stream."""
 
     def __init__(self, config: VisionConfig, factory: Factory) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class EncoderLayer(nn.Module):
 
 
 class ImageClassifier(nn.Module):
-    """Classify an image by its class token."""
+    """A vision transformer that classifies an image by its class token."""
 
     input_modalities = ("image",)
 
@@ -99,7 +99,7 @@ class ImageClassifier(nn.Module):
         self.classifier = Linear(config.hidden_size, config.num_classes, **factory)
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> Output:
-        """Return the logits, and with labels the loss.
+        """Return the logits and, with labels, the loss.
 
         Args:
             pixel_values: images, (batch, 3, height, width).

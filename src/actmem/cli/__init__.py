@@ -1,13 +1,13 @@
 """The command line `actmem`.
 
-- `commands.py` is what can be typed, and the text of `--help`; `schema.py` is what is printed with `--json`.
-- `running.py` goes from one to the other; `failing.py` has the messages and the exit codes.
-- `loading.py` and `naming.py` read what a model and a mode are called.
-- One file for each command has `run`, which returns data, and `show`, which prints it for readers.
+- `commands.py` declares commands and options, and the text of `--help`; `schema.py` declares the `--json` output.
+- `runner.py` parses, runs and prints; `failures.py` has the error messages and the exit codes.
+- `loaded_model.py` turns a model's name into a model and a batch; `mode_names.py` parses modes.
+- Each command has a file with `run`, which returns data, and `show`, which prints that data for people.
 
-Nothing here decides or measures anything: it calls the library, and the library never calls it.
+Nothing here decides or measures anything: the command line calls the library, and the library never calls it.
 """
 
-from actmem.cli.running import main
+from actmem.cli.runner import main
 
 __all__ = ["main"]

@@ -1,6 +1,6 @@
-"""What can be typed: one small class for each command, and its options. Plain data, without torch.
+"""Commands and their options: one small dataclass per command. Plain data, without torch.
 
-The texts under the fields are what `--help` shows.
+`--help` shows the docstrings under the fields.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -30,7 +30,7 @@ __all__ = [
 Dtype = Literal["bfloat16", "float16", "float32"]
 Optimizer = Literal["adamw", "adam", "sgd", "none"]
 _Number = Annotated[int | None, arg(metavar="N", help_behavior_hint="")]
-_Part = Annotated[float | None, arg(metavar="PART", help_behavior_hint="")]
+_Part = Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="")]
 _Text = Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")]
 _Mode = Annotated[str | None, arg(metavar="MODE", help_behavior_hint="")]
 _File = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")]
@@ -40,70 +40,70 @@ _Flag = Annotated[bool, arg(help_behavior_hint="")]
 
 @dataclass(frozen=True)
 class Common:
-    """What every command takes."""
+    """Options of every command."""
 
     _: KW_ONLY
     json: _Flag = False
-    """Print one JSON document on stdout and nothing else; `actmem schema COMMAND` has its form."""
+    """Print one JSON document on stdout and nothing else; `actmem schema COMMAND` prints its schema."""
     traceback: _Flag = False
-    """Show the whole traceback of an error. So does ACTMEM_TRACEBACK=1."""
+    """Show the full traceback of an error. ACTMEM_TRACEBACK=1 does the same."""
 
 
 @dataclass(frozen=True)
 class Loading(Common):
-    """Which model, and which batch."""
+    """Options that name a model and the size of its batch."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """Built-in name (llama-3.1-8b), tiny:NAME, config.json of transformers, or package.module:function."""
+    """Built-in name (llama-3.1-8b), tiny:NAME, a transformers config.json, or package.module:function."""
     _: KW_ONLY
     sequence: _Number = None
-    """Tokens in a sequence. Left out: 8192, or what the model was made for if that is less; 64 for tiny: models."""
+    """Tokens per sequence. Default: 8192, or the model's maximum if that is shorter; 64 for tiny: models."""
     batch: _Number = None
-    """Sequences or images in a batch. Left out: 1."""
+    """Sequences or images per batch. Default: 1."""
     dtype: _Dtype = None
-    """Of the parameters. Left out: as published; float32 for tiny: models; a function's model is left as it is."""
+    """Parameter dtype. Default: as published; float32 for tiny: models; unchanged for a function's model."""
     blocks: _Text = None
-    """Where the blocks are, such as model.layers. Left out: they are found."""
+    """Path of the blocks, such as model.layers. Default: found automatically."""
 
 
 @dataclass(frozen=True)
 class Planning(Loading):
-    """What a budget is made for."""
+    """Options of the commands that plan for a budget."""
 
     _: KW_ONLY
     budget: Annotated[str, arg(metavar="AMOUNT")]
-    """Such as 72GiB, or 0.9 for a fraction of the device's memory. It counts every live tensor of a step."""
+    """Memory for every live tensor of a step, such as 72GiB, or 0.9 for a fraction of the device's memory."""
     device: _Text = None
-    """Such as h100-80gb (see `actmem devices`), or `this` for this machine. Required where no accelerator is."""
+    """A name from `actmem devices`, such as h100-80gb, or `this` for this machine. Default: its accelerator, if any."""
     offload: Annotated[Literal["host", "disk"] | None, arg(help_behavior_hint="")] = None
-    """Where values may be sent, if they may."""
+    """Where activations may be offloaded. Default: no offloading."""
     optimizer: Optimizer = "adamw"
-    """Whose state and step are counted."""
+    """Optimizer whose state and step are counted."""
     optimizer_dtype: _Dtype = None
-    """Of the optimizer's state. Left out: that of the parameters."""
+    """Dtype of the optimizer state. Default: that of the parameters."""
     microbatches: int = 1
-    """Batches that gradients are accumulated over."""
+    """Number of batches over which gradients are accumulated."""
     shard: int = 1
     """Ranks over which FSDP2 divides parameters, gradients and optimizer state."""
     headroom: _Part = None
-    """Part of the budget that is left to the allocator. Left out: 0.05 on an accelerator, else 0."""
+    """Fraction of the budget reserved for the allocator. Default: 0.05 on an accelerator, otherwise 0."""
     fake: _Flag = True
-    """Run one real step instead of one on tensors without bytes. For models that look at numbers."""
+    """Run and time one real step, not a fake one. For models whose control flow depends on tensor values."""
 
 
 @dataclass(frozen=True)
 class Fit(Planning):
-    """Find the fastest plan within a memory budget, and say what it costs. Nothing is trained."""
+    """Find the fastest plan within a memory budget and show what it costs. Nothing is trained."""
 
     _: KW_ONLY
     frontier: int = 6
-    """Points of the curve of memory against time; 0 leaves it out."""
+    """Number of points on the memory-time frontier; 0 skips it."""
     out: _File = None
-    """Write the plan here: a .json or .toml file, for actmem.apply(model, actmem.FromPlan(...))."""
+    """Write the plan to this .json or .toml file, for actmem.apply(model, actmem.FromPlan(...))."""
     report: _File = None
-    """Write a page with pictures here: one .html file that needs no network."""
+    """Write an interactive page to this .html file; it needs no network."""
     timeline: _File = None
-    """Write the memory of the step over time here, as a Chrome trace (.json)."""
+    """Write the step's memory over time to this .json file, as a Chrome trace."""
 
 
 @dataclass(frozen=True)
@@ -112,80 +112,80 @@ class _UnderMode(Loading):
     mode: _Mode = None
     """full, full:every=2, selective:attention,matmul, targets:norm,mlp, offload:disk or save-everything."""
     plan: _File = None
-    """A plan file, as `actmem fit ... --out` writes it, instead of a mode."""
+    """Plan file written by `actmem fit ... --out`, instead of a mode."""
 
 
 @dataclass(frozen=True)
 class Show(_UnderMode):
-    """Show what a mode or a plan does to each value of each block. Nothing is run."""
+    """Show what a mode or plan does with each activation of each block. Nothing is run."""
 
     _: KW_ONLY
     device: _Text = None
-    """Whose speed to take for the seconds of each operator. Left out: FLOPs only."""
+    """Device whose speed gives each operator's time. Default: show FLOPs only."""
     optimizer: Optimizer = "adamw"
-    """Whose state and step are counted."""
+    """Optimizer whose state and step are counted."""
     min_bytes: int = 0
-    """Leave out values that are smaller."""
+    """Hide smaller activations."""
     fake: _Flag = True
-    """Run one real step instead of one on tensors without bytes. For models that look at numbers."""
+    """Run and time one real step, not a fake one. For models whose control flow depends on tensor values."""
 
 
 @dataclass(frozen=True)
 class Measure(_UnderMode):
-    """Run real training steps, plain and under a mode or a plan, and say what they cost."""
+    """Run real training steps, plain and under a mode or plan, and show what they cost."""
 
     _: KW_ONLY
     optimizer: Optimizer = "adamw"
-    """What steps."""
+    """Optimizer to train with."""
     on: _Text = None
-    """Where to run, such as cpu or cuda. Left out: on the accelerator if there is one."""
+    """Device to run on, such as cpu or cuda. Default: the accelerator if there is one."""
 
 
 @dataclass(frozen=True)
 class Verify(_UnderMode):
-    """Compare a step under a mode or a plan with a plain one, to the bit."""
+    """Check that a step under a mode or plan is bitwise equal to a plain one."""
 
     _: KW_ONLY
     seed: int = 0
-    """For the random operators of both steps."""
+    """Random seed of both steps."""
     on: _Text = None
-    """Where to run, such as cpu or cuda. Left out: on the accelerator if there is one."""
+    """Device to run on, such as cpu or cuda. Default: the accelerator if there is one."""
 
 
 @dataclass(frozen=True)
 class Largest(Planning):
-    """Find the longest sequence, or the largest batch, that fits a budget."""
+    """Find the longest sequence or the largest batch that fits a budget."""
 
     _: KW_ONLY
     vary: Literal["sequence", "batch"]
-    """What is made larger."""
-    step: _Number = None
-    """Only multiples of this are tried. Left out: 128 for sequences, 1 for batches."""
+    """Dimension to grow."""
+    multiple: _Number = None
+    """Try only multiples of this. Default: 128 for sequences, 1 for batches."""
     most: int = 2**22
-    """Nothing above this is tried."""
+    """Largest size to try."""
 
 
 @dataclass(frozen=True)
 class Doctor(Common):
-    """Look for mistakes in a model and in the settings of its training that cost memory or change results."""
+    """Check a model and its training settings for mistakes that cost memory or change results."""
 
     _: KW_ONLY
     model: Annotated[str | None, arg(metavar="MODEL", help_behavior_hint="")] = None
-    """As for `actmem fit`. Left out: only settings are looked at."""
+    """As for `actmem fit`. Default: check only the settings."""
     trainer_args: _File = None
     """Training arguments of transformers or TRL, as JSON or YAML."""
     accelerate: _File = None
-    """A configuration of accelerate."""
+    """Configuration file of accelerate."""
     deepspeed: _File = None
-    """A configuration of DeepSpeed."""
+    """Configuration file of DeepSpeed."""
     config: _File = None
-    """A configuration of axolotl, NeMo Automodel, prime-rl or torchtitan: says what it becomes here."""
+    """Configuration file of axolotl, NeMo Automodel, prime-rl or torchtitan; also shows its actmem equivalent."""
     mode: _Mode = None
-    """A mode to check with, as for `actmem show`."""
+    """Mode to check with, as for `actmem show`."""
     blocks: _Text = None
     """As for `actmem fit`."""
     run: _Flag = False
-    """Run a few real steps too: determinism, gradients, buffers, memory. For models that fit this machine."""
+    """Also run a few real steps: determinism, gradients, buffers, memory. The model must fit on this machine."""
     sequence: _Number = None
     """As for `actmem fit`."""
     batch: _Number = None
@@ -196,31 +196,31 @@ class Doctor(Common):
 
 @dataclass(frozen=True)
 class Explain(Common):
-    """Name the cause of an error message, and what repairs it."""
+    """Find the cause of an error message, and the fix."""
 
     file: Annotated[Positional[str], arg(metavar="[FILE]", help_behavior_hint="")] = "-"
-    """A file with the message, the traceback or the log; - reads stdin."""
+    """File with the message, traceback or log; - reads stdin."""
 
 
 @dataclass(frozen=True)
 class Devices(Common):
-    """List the known devices, with the sources of their figures."""
+    """List the known devices and the sources of their figures."""
 
     name: Annotated[Positional[str | None], arg(metavar="[NAME]", help_behavior_hint="")] = None
-    """One device, with every figure and its source. Left out: all, in a table."""
+    """Device to show with every figure and its source. Default: a table of all devices."""
 
 
 @dataclass(frozen=True)
 class Demo(Common):
-    """Train a small model under several modes, and plan a large one. Takes about half a minute."""
+    """Train a small model under several modes and plan a large one. Takes about half a minute."""
 
 
 @dataclass(frozen=True)
 class Schema(Common):
-    """Print the JSON schema of what a command prints with --json."""
+    """Print the JSON schema of a command's --json output."""
 
     command: Annotated[Positional[str], arg(metavar="COMMAND", help_behavior_hint="")]
-    """A command, or `error` for what is printed when one fails."""
+    """A command, or `error` for the output of a command that fails."""
 
 
 Command = Fit | Show | Measure | Verify | Largest | Doctor | Explain | Devices | Demo | Schema
@@ -237,4 +237,4 @@ COMMANDS: dict[str, type[Command]] = {
     "demo": Demo,
     "schema": Schema,
 }
-"""The commands by name, in the order of the help."""
+"""The commands by name, in the order in which the help lists them."""

@@ -1,26 +1,58 @@
-"""`actmem doctor`: what is known to go wrong, in a model and in the settings of its training."""
+"""`actmem doctor`: known mistakes in a model and in its training settings."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from rich.text import Text
 
 from actmem.cli.commands import Doctor, Loading
-from actmem.cli.failing import ANSWER_IS_NO
-from actmem.cli.loading import load, runs_on
-from actmem.cli.naming import read_mode
-from actmem.cli.schema import ConfigShown, DoctorShown, Finding
+from actmem.cli.failures import ANSWER_IS_NO
+from actmem.cli.loaded_model import load, runs_on
+from actmem.cli.mode_names import read_mode
+from actmem.cli.schema import Document, project
 from actmem.cli.screen import Screen, field
 from actmem.compat.configs import read_config
-from actmem.diagnosis import doctor
+from actmem.diagnosis import Finding, Skipped, doctor
 from actmem.errors import ModeError
 
-__all__ = ["run", "show"]
+__all__ = ["DoctorShown", "run", "show"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigShown(Document):
+    """The actmem equivalent of another system's configuration."""
+
+    system: str
+    """The system that the file was recognised as."""
+    said: Mapping[str, Any]
+    """Its settings about activations, by their own names."""
+    becomes: str | None
+    """The call that does the same here; null if nothing is to be applied."""
+    notes: tuple[str, ...]
+    """Differences from that system, and settings that do not concern actmem."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorShown(Document):
+    """Output of `actmem doctor`."""
+
+    command: Literal["doctor"] = "doctor"
+    config: ConfigShown | None = None
+    """With --config: the actmem equivalent of the file."""
+    ok: bool
+    """Whether no problem was found. There may be warnings and notes."""
+    findings: tuple[Finding, ...]
+    passed: tuple[str, ...]
+    """Checks that found nothing."""
+    skipped: tuple[Skipped, ...]
+    """Checks that could not be run, and why."""
 
 
 def run(asked: Doctor, screen: Screen) -> tuple[DoctorShown, int]:
-    """Make the checks that can be made with what was given."""
+    """Run every check that the given model and files allow."""
     files = {"trainer_args": asked.trainer_args, "accelerate": asked.accelerate, "deepspeed": asked.deepspeed}
     given: dict[str, Any] = {name: path for name, path in files.items() if path is not None}
     config = None
@@ -36,28 +68,17 @@ def run(asked: Doctor, screen: Screen) -> tuple[DoctorShown, int]:
             given |= {"loss": loaded.loss} if asked.run and loaded.loss is not None else {}
     elif not (given or config) or asked.run:
         raise ModeError(
-            "nothing was named to look at. Write actmem doctor --model MODEL, or give settings: --config FILE, "
+            "there is nothing to check. Write actmem doctor --model MODEL, or give settings: --config FILE, "
             "--trainer-args FILE, --accelerate FILE or --deepspeed FILE; --run needs a model."
         )
     if asked.blocks is not None:
         given["blocks"] = asked.blocks
     if asked.mode is not None:
         given["mode"] = read_mode(asked.mode)
-    with screen.progress("looking"):
+    with screen.progress("running the checks"):
         found = doctor(model, example, **given)
-    shown = DoctorShown(
-        config=None
-        if config is None
-        else ConfigShown(system=config.system, said=dict(config.said), becomes=config.line, notes=config.notes),
-        ok=found.ok,
-        findings=tuple(
-            Finding(check=f.check, severity=f.severity, found=f.found, why=f.why, change=f.change, actmem=f.actmem)
-            for f in found.findings
-        ),
-        passed=found.passed,
-        skipped={skipped.check: skipped.reason for skipped in found.skipped},
-    )
-    return shown, 0 if found.ok else ANSWER_IS_NO
+    becomes = None if config is None else project(ConfigShown, config, becomes=config.line)
+    return project(DoctorShown, found, config=becomes), 0 if found.ok else ANSWER_IS_NO
 
 
 _COLOURS = {"problem": "bold red", "warning": "yellow", "note": "cyan"}
@@ -75,10 +96,10 @@ def show(shown: DoctorShown, screen: Screen) -> None:
         )
         for name, text in (("why", finding.why), ("change", finding.change), ("actmem", finding.actmem)):
             out.print(field(name, text))
-    count = f"{len(shown.passed)} checks found nothing, {len(shown.skipped)} could not be made"
+    count = f"{len(shown.passed)} checks found nothing, {len(shown.skipped)} could not be run"
     out.print(f"{count}{':' if shown.skipped else ''}", markup=False)
-    for check, reason in shown.skipped.items():
-        out.print(field("", f"{check}: {reason}"))
+    for skipped in shown.skipped:
+        out.print(field("", f"{skipped.check}: {skipped.reason}"))
 
 
 def _show_config(config: ConfigShown, screen: Screen) -> None:
@@ -88,7 +109,7 @@ def _show_config(config: ConfigShown, screen: Screen) -> None:
         out.print(field("says", f"{name} = {value!r}"))
     if not config.said:
         out.print(field("says", "nothing about activations"))
-    out.print(field("here", config.becomes or "nothing is applied: plain training"))
+    out.print(field("actmem", config.becomes or "apply nothing: plain training"))
     for note in config.notes:
         out.print(field("note", note))
     out.print()

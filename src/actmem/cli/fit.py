@@ -1,78 +1,133 @@
-"""`actmem fit`: a plan for a budget, with what it costs and what others would."""
+"""`actmem fit`: the fastest plan for a budget, its cost, and the cost of the alternatives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import actmem
-from actmem.amounts import parse_budget, size
 from actmem.cli.commands import Fit
-from actmem.cli.devices import device_shown
-from actmem.cli.failing import Mistakes, shown_message
-from actmem.cli.loading import load
-from actmem.cli.parts import parts_of
-from actmem.cli.schema import FitShown, Point
+from actmem.cli.failures import Mistakes, shown_message
+from actmem.cli.loaded_model import load
+from actmem.cli.schema import Document, project
 from actmem.cli.screen import Screen, flops_text, ratio_text, seconds_text, table
-from actmem.cli.shared import check_planning, described, document_of, measured, options_of
-from actmem.cli.tomls import save_plan
+from actmem.cli.shared import (
+    ModelShown,
+    Part,
+    check_planning,
+    described,
+    document_of,
+    measured,
+    options_of,
+    parts_of,
+    save_plan,
+)
 from actmem.devices import Device
 from actmem.errors import ModeError
-from actmem.plan import Plan, Predicted
+from actmem.plan import Plan
+from actmem.planner import NAMED, Allowance, Frontier, allowance, fit_profiles
 from actmem.planner import frontier as planner_frontier
-from actmem.planner.categories import NAMES
-from actmem.planner.choosing import is_accelerator
-from actmem.planner.costing import cost_seconds, step_seconds
-from actmem.planner.fitting import explained, fit_profile
-from actmem.planner.frontier import NAMED
 from actmem.profiles import Profile
+from actmem.simulation import NAMES, cost_seconds, is_measured, step_seconds
+from actmem.units import size
 
-__all__ = ["run", "show"]
+__all__ = ["FitShown", "run", "show"]
 
+_TIMES = {"roofline": "by the roofline", "measured": "as measured here"}
 _SUFFIXES = {"out": (".json", ".toml"), "report": (".html",), "timeline": (".json",)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class PointShown(Document):
+    """A plan or a mode on the memory-time frontier."""
+
+    name: str
+    peak_bytes: int
+    step_time_ratio: float
+    """Step time relative to saving everything."""
+    replayed_flops: int
+    fits: bool
+    """Whether it stays within the budget."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitShown(Document):
+    """Output of `actmem fit`."""
+
+    command: Literal["fit"] = "fit"
+    model: ModelShown
+    device: Device
+    asked_bytes: int
+    """The budget as typed."""
+    headroom: float
+    """The fraction of it that is reserved for the allocator."""
+    budget_bytes: int
+    """What is left for tensors."""
+    peak_bytes: int
+    """The predicted peak of the plan."""
+    peak_at: str
+    peak_words: tuple[str, ...]
+    """Where the peak is, what it consists of and what would lower it: one sentence each."""
+    parts: tuple[Part, ...]
+    """What the peak consists of. The sum is `peak_bytes`."""
+    step_seconds: float
+    """Time of forward and backward with everything saved."""
+    times: Literal["roofline", "measured"]
+    """Source of the times: the device's roofline, or a real step on this machine."""
+    step_time_ratio: float
+    """Step time relative to saving everything."""
+    bound: float
+    """Lower bound on the step time ratio within the budget."""
+    gap: float
+    """How much smaller the ratio of the best plan could be, at most."""
+    time_limit_hit: bool
+    """Whether the time limit stopped the search: another run may find another plan."""
+    replayed_flops: int
+    modes: tuple[PointShown, ...]
+    """The named modes."""
+    frontier: tuple[PointShown, ...]
+    """The best plans at several budgets, without offloading, from the smallest peak to saving everything."""
+    plan: dict[str, Any]
+    """The plan file."""
+    written: dict[str, str]
+    """The files that were written: plan, report, timeline."""
+
+
 def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
-    """Plan, and write the files that were asked for."""
+    """Find the plan and write the requested files."""
     mistakes = Mistakes()
     chosen = check_planning(asked, mistakes)
     _check_files(asked, mistakes)
     with mistakes.noted():
         if asked.frontier < 0 or asked.frontier == 1:
-            raise ModeError(f"--frontier {asked.frontier} is not permitted. Expected 2 or more points, or 0 for none.")
+            raise ModeError(f"--frontier {asked.frontier} is not permitted. Expected at least 2 points, or 0 for none.")
     mistakes.raise_all()
     with screen.progress("building the model"):
         loaded = load(asked)
         device = measured(chosen, loaded.model)
-    asked_bytes, headroom = parse_budget(asked.budget, device_bytes=device.memory_bytes), asked.headroom
-    if headroom is None:
-        headroom = 0.05 if is_accelerator(device) else 0.0
-    with screen.progress("following one step"):
+    allowed = allowance(asked.budget, device, asked.headroom)
+    with screen.progress("profiling one step"):
         profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, **options_of(asked))
-    with screen.progress("looking for the best plan"):
-        budget_bytes = int(asked_bytes * (1 - headroom))
-        plan = fit_profile([profile], budget_bytes, device, offload=asked.offload, headroom=headroom)
-        plan = explained(plan, [profile], device)
+    with screen.progress("searching for the best plan"):
+        plan = fit_profiles([profile], allowed, device, offload=asked.offload)
         parts, _ = parts_of(profile, plan)
-    assert plan.predicted is not None
-    modes, points = _curve(profile, device, plan.predicted, asked.frontier, screen)
-    written = _write(asked, profile, plan, device, screen)
-    p = plan.predicted
-    shown = FitShown(
-        model=described(loaded.name, loaded.source, loaded.model, profile),
-        device=device_shown(device),
-        asked_bytes=asked_bytes,
-        headroom=headroom,
-        budget_bytes=p.budget_bytes,
-        peak_bytes=p.peak_bytes,
-        peak_at=p.peak_at,
-        peak_words=p.peak_words,
+    curve = None
+    if asked.frontier:
+        with screen.progress("searching for plans at other budgets") as told:
+            curve = planner_frontier(profile, device, num_points=asked.frontier, progress=told)
+    modes, points = _compared(profile, device, allowed, curve)
+    written = _write(asked, profile, plan, device, allowed, curve, screen)
+    shown = project(
+        FitShown,
+        plan.predicted,
+        model=described(loaded, profile.blocks, profile.shapes),
+        device=device,
+        asked_bytes=allowed.asked_bytes,
         parts=parts,
         step_seconds=step_seconds(profile, cost_seconds(profile, device)),
-        step_time_ratio=p.step_time_ratio,
-        bound=p.bound,
-        gap=p.gap,
-        replayed_flops=p.replayed_flops,
+        times="measured" if is_measured(profile, device) else "roofline",
         modes=modes,
         frontier=points,
         plan=document_of(plan),
@@ -82,9 +137,9 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
 
 
 def _check_files(asked: Fit, mistakes: Mistakes) -> None:
-    """Note what could not be written, before the work is done."""
+    """Record output files that could not be written, before the work starts."""
     if asked.report is not None:
-        from actmem.page import check_installed
+        from actmem.reporting import check_installed
 
         check_installed()
     taken: dict[Path, str] = {}
@@ -97,42 +152,47 @@ def _check_files(asked: Fit, mistakes: Mistakes) -> None:
 
 def _check_file(option: str, path: Path, suffixes: Sequence[str], taken: dict[Path, str]) -> None:
     if path.suffix not in suffixes:
-        raise ModeError(f"--{option} {path} has another ending than {' or '.join(suffixes)}, which says the form.")
+        raise ModeError(f"--{option} {path} must end in {' or '.join(suffixes)}, which selects the format.")
     if not path.resolve().parent.is_dir():
-        raise ModeError(f"--{option} {path} lies in a folder that is not there. Run: mkdir -p {path.parent}")
+        raise ModeError(f"--{option} {path} is in a folder that does not exist. Run: mkdir -p {path.parent}")
     if (other := taken.setdefault(path.resolve(), option)) != option:
-        raise ModeError(f"--{option} {path} is the file of --{other} too. Name another for one of them.")
+        raise ModeError(f"--{option} {path} is also the file of --{other}. Choose another name for one of them.")
 
 
-def _curve(
-    profile: Profile, device: Device, p: Predicted, num_points: int, screen: Screen
-) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
-    """Return the named modes, and the best plans at several budgets."""
+def _compared(
+    profile: Profile, device: Device, allowed: Allowance, curve: Frontier | None
+) -> tuple[tuple[PointShown, ...], tuple[PointShown, ...]]:
+    """Return the named modes, and the plans of the frontier if it was solved."""
 
-    def point(name: str, peak: int, ratio: float, flops: int) -> Point:
-        fits = peak <= p.budget_bytes
-        return Point(name=name, peak_bytes=peak, step_time_ratio=ratio, replayed_flops=flops, fits=fits)
+    def fits(peak_bytes: int) -> bool:
+        return peak_bytes <= allowed.budget_bytes
 
-    with screen.progress("looking for plans at other budgets") as told:
-        if not num_points:
-            found = {name: actmem.predict(profile, mode, device) for name, mode in NAMED.items()}
-            named = [point(n, f.peak_bytes, f.step_time_ratio, f.replayed_flops) for n, f in found.items()]
-            return tuple(named), ()
-        curve = planner_frontier(profile, device, num_points=num_points, progress=told)
-    made = [
-        tuple(point(x.name, x.peak_bytes, x.step_time_ratio, x.replayed_flops) for x in several)
+    if curve is None:
+        predicted = {name: actmem.predict(profile, mode, device) for name, mode in NAMED.items()}
+        return tuple(project(PointShown, p, name=n, fits=fits(p.peak_bytes)) for n, p in predicted.items()), ()
+    modes, points = (
+        tuple(project(PointShown, point, fits=fits(point.peak_bytes)) for point in several)
         for several in (curve.modes, curve.points)
-    ]
-    return made[0], made[1]
+    )
+    return modes, points
 
 
-def _write(asked: Fit, profile: Profile, plan: Plan, device: Device, screen: Screen) -> dict[str, str]:
+def _write(
+    asked: Fit,
+    profile: Profile,
+    plan: Plan,
+    device: Device,
+    allowed: Allowance,
+    curve: Frontier | None,
+    screen: Screen,
+) -> dict[str, str]:
+    """Write the requested files; return their paths by kind."""
     written: dict[str, str] = {}
     if asked.out is not None:
         save_plan(plan, asked.out)
         written["plan"] = str(asked.out)
     if asked.report is not None:
-        from actmem.page import build, write_page
+        from actmem.reporting import build, write_page
 
         with screen.progress("solving the plans of the page") as told:
             data = build(
@@ -140,14 +200,15 @@ def _write(asked: Fit, profile: Profile, plan: Plan, device: Device, screen: Scr
                 plan,
                 device,
                 name=asked.model,
-                asked_bytes=parse_budget(asked.budget, device_bytes=device.memory_bytes),
+                asked_bytes=allowed.asked_bytes,
                 offload=asked.offload,
+                frontier=curve,
                 progress=told,
             )
             write_page(data, asked.report)
         written["report"] = str(asked.report)
     if asked.timeline is not None:
-        from actmem.page import write_timeline
+        from actmem.reporting import write_timeline
 
         with screen.progress("writing the timeline"):
             write_timeline(asked.timeline, profile, plan, device)
@@ -155,11 +216,11 @@ def _write(asked: Fit, profile: Profile, plan: Plan, device: Device, screen: Scr
     return written
 
 
-# --- for readers ------------------------------------------------------------------------------------------------------
+# --- for people -------------------------------------------------------------------------------------------------------
 
 
 def show(shown: FitShown, screen: Screen) -> None:
-    """Print the outcome as tables."""
+    """Print the plan's cost as tables."""
     out, model = screen.out, shown.model
     out.print(model.name, style="bold", markup=False)
     out.print(
@@ -171,18 +232,18 @@ def show(shown: FitShown, screen: Screen) -> None:
     out.print(
         f"predicted peak   {size(shown.peak_bytes)} of {size(shown.budget_bytes)}, at {shown.peak_at}\n"
         f"predicted step   {ratio_text(shown.step_time_ratio)} of saving everything, which takes "
-        f"{seconds_text(shown.step_seconds)} by the roofline; replays {flops_text(shown.replayed_flops)}\n"
+        f"{seconds_text(shown.step_seconds)} {_TIMES[shown.times]}; replays {flops_text(shown.replayed_flops)}\n"
         f"proof            no plan in this budget is below {shown.bound:.4f}x: the gap is at most {shown.gap:.2%}\n",
         markup=False,
     )
+    if shown.time_limit_hit:
+        out.print("stopped by the time limit before the search was done: another run may find another plan\n")
     for sentence in shown.peak_words:
         screen.paragraph(shown_message(ModeError(sentence)))
     out.print()
-    out.print(_points("beside it: the named modes", "mode", shown.modes))
+    out.print(_points("for comparison: the named modes", "mode", shown.modes))
     if shown.frontier:
-        numbered = [
-            x.model_copy(update={"name": f"{n} of {len(shown.frontier)}"}) for n, x in enumerate(shown.frontier, 1)
-        ]
+        numbered = [replace(x, name=f"{n} of {len(shown.frontier)}") for n, x in enumerate(shown.frontier, 1)]
         without = ", without offloading" if "offload" in shown.plan else ""
         out.print(_points(f"memory against time: the best plans{without}", "plan", numbered))
     rules: Sequence[object] = shown.plan["rules"]
@@ -206,7 +267,7 @@ def _breakdown(shown: FitShown) -> object:
     return made
 
 
-def _points(title: str, what: str, points: Sequence[Point]) -> object:
+def _points(title: str, what: str, points: Sequence[PointShown]) -> object:
     made = table(title, what, "peak", "step time", "replayed", "fits")
     for x in points:
         fits = "yes" if x.fits else "no"

@@ -1,37 +1,58 @@
-"""`actmem largest`: the longest sequence, or the largest batch, that fits."""
+"""`actmem largest`: the longest sequence or the largest batch that fits a budget."""
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import actmem
-from actmem.amounts import size
 from actmem.cli.commands import Largest, Planning
-from actmem.cli.devices import device_shown
-from actmem.cli.failing import Mistakes
-from actmem.cli.loading import Batch, load
-from actmem.cli.schema import LargestShown
+from actmem.cli.failures import Mistakes
+from actmem.cli.loaded_model import Batch, load
+from actmem.cli.schema import Document, project
 from actmem.cli.screen import Screen, ratio_text
-from actmem.cli.shared import check_planning, described, document_of, measured, options_of
+from actmem.cli.shared import ModelShown, check_planning, described, document_of, measured, options_of
+from actmem.devices import Device
 from actmem.errors import ModeError
-from actmem.planner.largest import check_sizes
+from actmem.planner import check_sizes
+from actmem.units import size
 
-__all__ = ["run", "show"]
+__all__ = ["LargestShown", "run", "show"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargestShown(Document):
+    """Output of `actmem largest`."""
+
+    command: Literal["largest"] = "largest"
+    model: ModelShown
+    device: Device
+    vary: Literal["sequence", "batch"]
+    size: int
+    refused: int | None
+    """The smallest size that was tried and does not fit."""
+    budget_bytes: int
+    peak_bytes: int
+    step_time_ratio: float
+    plan: dict[str, Any]
+    """The plan file."""
+    fit_command: str
+    """The command that writes this plan, with every option that was given."""
 
 
 def run(asked: Largest, screen: Screen) -> tuple[LargestShown, int]:
-    """Look for the largest size, by doubling and halving."""
+    """Search for the largest size that fits, by doubling and then bisecting."""
     mistakes = Mistakes()
     chosen = check_planning(asked, mistakes)
     with mistakes.noted():
         given = asked.sequence if asked.vary == "sequence" else asked.batch
         if given is not None:
             raise ModeError(
-                f"--{asked.vary} {given} cannot be combined with --vary {asked.vary}, which looks for it. Leave it out."
+                f"--{asked.vary} {given} cannot be combined with --vary {asked.vary}, which searches for it. Omit it."
             )
     with mistakes.noted():
-        check_sizes(asked.vary, asked.step, asked.most)
+        check_sizes(asked.vary, asked.multiple, asked.most)
     mistakes.raise_all()
     loaded = load(asked)
     device = measured(chosen, loaded.model)
@@ -39,7 +60,7 @@ def run(asked: Largest, screen: Screen) -> tuple[LargestShown, int]:
     def make_batch(n: int) -> Batch:
         return loaded.make_batch(*((n, asked.batch) if asked.vary == "sequence" else (asked.sequence, n)))
 
-    with screen.progress(f"trying sizes of the {asked.vary}") as told:
+    with screen.progress(f"trying {asked.vary} sizes") as told:
         num_tried = 0
 
         def tried(_: int, __: bool) -> None:
@@ -54,25 +75,23 @@ def run(asked: Largest, screen: Screen) -> tuple[LargestShown, int]:
             device=device,
             vary=asked.vary,
             loss=loaded.loss,
-            step=asked.step,
+            multiple=asked.multiple,
             most=asked.most,
             progress=tried,
             offload=asked.offload,
             headroom=asked.headroom,
             **options_of(asked),
         )
-    p = found.plan.predicted
-    assert p is not None
-    profile = actmem.profile(loaded.model, make_batch(found.size), loss=loaded.loss, **options_of(asked))
-    shown = LargestShown(
-        model=described(loaded.name, loaded.source, loaded.model, profile),
-        device=device_shown(device),
+    predicted = found.plan.predicted
+    assert predicted is not None
+    shown = project(
+        LargestShown,
+        predicted,
+        model=described(loaded, found.plan.blocks, predicted.shapes),
+        device=device,
         vary=asked.vary,
         size=found.size,
         refused=found.refused,
-        budget_bytes=p.budget_bytes,
-        peak_bytes=p.peak_bytes,
-        step_time_ratio=p.step_time_ratio,
         plan=document_of(found.plan),
         fit_command=_fit_command(asked, found.size),
     )
@@ -80,7 +99,7 @@ def run(asked: Largest, screen: Screen) -> tuple[LargestShown, int]:
 
 
 def _fit_command(asked: Largest, size_found: int) -> str:
-    """Write the command that plans for the size, with every option that was given."""
+    """Return the `actmem fit` command for the size found, with every option that was given."""
     words = ["actmem", "fit", asked.model]
     for each in fields(Planning):
         value = size_found if each.name == asked.vary else getattr(asked, each.name)
@@ -90,7 +109,7 @@ def _fit_command(asked: Largest, size_found: int) -> str:
 
 
 def show(shown: LargestShown, screen: Screen) -> None:
-    """Print the outcome."""
+    """Print the size found and the command that plans for it."""
     refused = "nothing larger was tried" if shown.refused is None else f"{shown.refused} does not fit"
     screen.out.print(f"[bold]{shown.vary} {shown.size}[/] fits; {refused}")
     screen.out.print(

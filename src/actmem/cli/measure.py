@@ -1,39 +1,95 @@
-"""`actmem measure` and `actmem verify`: real steps."""
+"""`actmem measure` and `actmem verify`: run real steps, and report their cost or compare their bits."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import actmem
-from actmem.amounts import size
 from actmem.cli.commands import Measure, Verify
-from actmem.cli.failing import ANSWER_IS_NO, Mistakes
-from actmem.cli.loading import Loaded, check_model, load, runs_on
-from actmem.cli.naming import FORMS, the_mode
-from actmem.cli.schema import Measured, MeasureShown, VerifyShown
+from actmem.cli.failures import ANSWER_IS_NO, Mistakes
+from actmem.cli.loaded_model import Loaded, check_model, load, runs_on
+from actmem.cli.mode_names import FORMS, the_mode
+from actmem.cli.schema import Document, project
 from actmem.cli.screen import Screen, flops_text, seconds_text, table
-from actmem.cli.shared import described
+from actmem.cli.shared import ModelShown, described
 from actmem.errors import ModeError, SelfCheckError, UnsupportedError
 from actmem.modes import Mode, SaveEverything
 from actmem.plan import Plan
-from actmem.planner.following import follow
-from actmem.planner.predicting import plan_of
 from actmem.profiles import Profile
-from actmem.profiling.stepping import loss_of
+from actmem.profiling import loss_of
+from actmem.simulation import follow, plan_of
+from actmem.units import size
 
-__all__ = ["run", "run_verify", "show", "show_verify"]
+__all__ = ["MeasureShown", "VerifyShown", "run", "run_verify", "show", "show_verify"]
 
 _NUM_TIMED = 3
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepShown(Document):
+    """One measured step."""
+
+    peak_bytes: int
+    """The peak as torch's allocator counts it."""
+    tensor_bytes: int
+    """The peak of tensors alone, without kernel workspaces and generator states."""
+    predicted_bytes: int
+    """The predicted peak of tensors."""
+    saved_bytes: int
+    """Bytes that the forward pass leaves for the backward pass."""
+    by_category: dict[str, int]
+    """`peak_bytes` by category."""
+    peak_at: str
+    forward_flops: int
+    backward_flops: int
+    replayed_flops: int
+    num_replayed: int
+    """Operators that were replayed."""
+    seconds: float
+    """Time of a whole step: the median of several unobserved ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureShown(Document):
+    """Output of `actmem measure`."""
+
+    command: Literal["measure"] = "measure"
+    model: ModelShown
+    on: str
+    """The device that the steps ran on."""
+    mode: str | None
+    plain: StepShown
+    under_mode: StepShown | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyShown(Document):
+    """Output of `actmem verify`."""
+
+    command: Literal["verify"] = "verify"
+    model: ModelShown
+    on: str
+    """The device that the steps ran on."""
+    mode: str
+    equal: bool
+    difference: str | None
+    """The first thing that the mode changes."""
+    irreproducible: tuple[str, ...]
+    """What differs between two plain runs."""
+    notes: tuple[str, ...]
+    saved_bytes: int
+    num_replayed: int
+
+
 def _profiled(loaded: Loaded, blocks: str | None, optimizer: str | None) -> Profile:
-    """Profile on fake tensors, or for real where the model looks at numbers: it is run here in any case."""
+    """Profile on fake tensors, or with a real step if the control flow needs values: the model runs here anyway."""
     options: dict[str, Any] = {"loss": loaded.loss, "blocks": blocks, "optimizer": optimizer}
     try:
         return actmem.profile(loaded.model, loaded.batch, **options)
@@ -42,7 +98,7 @@ def _profiled(loaded: Loaded, blocks: str | None, optimizer: str | None) -> Prof
 
 
 def _wanted(asked: Measure | Verify, mistakes: Mistakes) -> tuple[Mode | Plan | None, str]:
-    """Return the mode and the device to run on, and note what is wrong with them and with the model."""
+    """Return the mode and the device to run on; record mistakes in them and in the model."""
     mode, place = None, "cpu"
     with mistakes.noted():
         mode = the_mode(asked.mode, asked.plan)
@@ -53,7 +109,7 @@ def _wanted(asked: Measure | Verify, mistakes: Mistakes) -> tuple[Mode | Plan | 
 
 
 def run(asked: Measure, screen: Screen) -> tuple[MeasureShown, int]:
-    """Train a few steps, plain and under a mode, and count."""
+    """Train a few steps, plain and under a mode, and measure them."""
     mistakes = Mistakes()
     mode, place = _wanted(asked, mistakes)
     mistakes.raise_all()
@@ -68,7 +124,7 @@ def run(asked: Measure, screen: Screen) -> tuple[MeasureShown, int]:
         with screen.progress("training under the mode"):
             managed = _measured(loaded, asked, mode, profile)
     shown = MeasureShown(
-        model=described(loaded.name, loaded.source, loaded.model, profile),
+        model=described(loaded, profile.blocks, profile.shapes),
         on=place,
         mode=_named(mode),
         plain=plain,
@@ -81,7 +137,7 @@ def _named(mode: Mode | Plan | None) -> str | None:
     return mode.mode if isinstance(mode, Plan) else None if mode is None else repr(mode)
 
 
-def _measured(loaded: Loaded, asked: Measure, mode: Mode | Plan | None, profile: Profile) -> Measured:
+def _measured(loaded: Loaded, asked: Measure, mode: Mode | Plan | None, profile: Profile) -> StepShown:
     model, batch = loaded.model, loaded.batch
     optimizer = _optimizer(asked.optimizer, list(model.parameters()))
 
@@ -97,21 +153,15 @@ def _measured(loaded: Loaded, asked: Measure, mode: Mode | Plan | None, profile:
         if mode is not None:
             stack.enter_context(actmem.apply(model, mode, blocks=asked.blocks))
         model.zero_grad()
-        for _ in range(
-            2
-        ):  # the first step observes, and makes the optimizer's state; the second knows the smallest cuts
+        for _ in range(2):  # the first observes and creates optimizer state; the second knows the minimum cuts
             step()
         found = actmem.measure(step, model=model, optimizer=optimizer)
         seconds = median(_seconds(step) for _ in range(_NUM_TIMED))
-    return Measured(
-        peak_bytes=found.peak_bytes,
+    return project(
+        StepShown,
+        found,
         predicted_bytes=follow(profile, plan_of(profile, SaveEverything() if mode is None else mode)).peak_bytes,
-        saved_bytes=found.saved_bytes,
-        by_category=found.by_category,
         peak_at=str(found.peak_op or "the start"),
-        forward_flops=found.forward_flops,
-        backward_flops=found.backward_flops,
-        replayed_flops=found.replayed_flops,
         num_replayed=found.num_replayed_ops,
         seconds=seconds,
     )
@@ -133,7 +183,7 @@ def _seconds(step: Callable[[], None]) -> float:
 
 
 def show(shown: MeasureShown, screen: Screen) -> None:
-    """Print the outcome as a table."""
+    """Print the measurements as a table."""
     columns = {"plain": shown.plain} | ({} if shown.under_mode is None else {"under the mode": shown.under_mode})
     made = table(f"one step of {shown.model.name} on {shown.on}", "", *columns)
     rows: list[tuple[str, list[str]]] = [
@@ -142,12 +192,13 @@ def show(shown: MeasureShown, screen: Screen) -> None:
             (f"  {category.replace('_', ' ')}", [size(m.by_category[category]) for m in columns.values()])
             for category in shown.plain.by_category
         ),
+        ("peak of tensors", [size(m.tensor_bytes) for m in columns.values()]),
         ("predicted peak", [size(m.predicted_bytes) for m in columns.values()]),
         ("saved for backward", [size(m.saved_bytes) for m in columns.values()]),
         ("forward", [flops_text(m.forward_flops) for m in columns.values()]),
         ("backward", [flops_text(m.backward_flops) for m in columns.values()]),
         ("replayed", [f"{flops_text(m.replayed_flops)}, {m.num_replayed} operators" for m in columns.values()]),
-        ("time of a step", [seconds_text(m.seconds) for m in columns.values()]),
+        ("time per step", [seconds_text(m.seconds) for m in columns.values()]),
     ]
     for name, cells in rows:
         made.add_row(name, *cells)
@@ -162,13 +213,11 @@ def show(shown: MeasureShown, screen: Screen) -> None:
 
 
 def run_verify(asked: Verify, screen: Screen) -> tuple[VerifyShown, int]:
-    """Compare one step under a mode with a plain one."""
+    """Compare one step under a mode with a plain one, bit for bit."""
     mistakes = Mistakes()
     if asked.mode is None and asked.plan is None:
         with mistakes.noted():
-            raise ModeError(
-                f"nothing was named to verify. Write --mode with one of {', '.join(FORMS)}, or --plan FILE."
-            )
+            raise ModeError(f"there is nothing to verify. Write --mode with one of {', '.join(FORMS)}, or --plan FILE.")
     mode, place = _wanted(asked, mistakes)
     mistakes.raise_all()
     assert mode is not None
@@ -188,7 +237,7 @@ def run_verify(asked: Verify, screen: Screen) -> tuple[VerifyShown, int]:
         except SelfCheckError as error:
             difference = str(error)
     shown = VerifyShown(
-        model=described(loaded.name, loaded.source, loaded.model, profile),
+        model=described(loaded, profile.blocks, profile.shapes),
         on=place,
         mode=str(_named(mode)),
         equal=difference is None and not irreproducible,
@@ -206,10 +255,10 @@ def show_verify(shown: VerifyShown, screen: Screen) -> None:
     did = f"{size(shown.saved_bytes)} saved, {shown.num_replayed} operators replayed"
     name = f"{shown.model.name} on {shown.on}, {shown.mode}"
     if shown.equal:
-        screen.out.print("[green]equal[/] to the bit: loss, gradients, buffers, names and the random state of a step")
+        screen.out.print("[green]equal[/] bit for bit: loss, gradients, buffers, names and random state after one step")
         screen.out.print(f"{name}: {did}", markup=False)
     elif shown.difference is None:
-        screen.out.print("[yellow]cannot be compared[/]: plain training itself is not reproducible")
+        screen.out.print("[yellow]cannot be compared[/]: plain training is not reproducible itself")
         screen.out.print(f"{name}: nothing else differs", markup=False)
     else:
         screen.out.print("[red]differs[/] from a plain step")

@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, progress and notes to stderr."""
+"""Terminal output: results go to stdout, progress and notes to stderr."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Screen", "field", "flops_text", "ratio_text", "seconds_text", "table
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to `main` what it means that nobody reads any more."""
+        """Let `main` decide what a closed pipe means."""
         raise BrokenPipeError
 
 
 class _Table(Table):
-    """A table whose names and numbers are never divided: where it is too wide, each row becomes a few lines."""
+    """A table that never breaks names or numbers: if it is too wide, each row becomes a few lines."""
 
     def __init__(self, heading: str) -> None:
         super().__init__(box=SIMPLE_HEAD)
@@ -34,7 +34,7 @@ class _Table(Table):
 
     @override
     def add_row(self, *cells: Any, **options: Any) -> None:
-        """Take texts as they are: a name of a module or a folder may have brackets, which rich takes for markup."""
+        """Take strings literally: module and folder names may contain brackets, which rich would read as markup."""
         texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
         self._texts.append(tuple(str(text) for text in texts))
         super().add_row(*texts, **options)
@@ -60,7 +60,7 @@ class _Table(Table):
 
 
 def _wrapped(text: str, width: int, *, before: str = "", style: str = "") -> Iterator[Text]:
-    """Divide a text between words only. Rich leaves it to the terminal where the output is not one."""
+    """Wrap a text between words only. Rich does not wrap at all if the output is not a terminal."""
     lines = wrap(
         text,
         width,
@@ -76,29 +76,29 @@ class Screen:
     """The two streams of a command."""
 
     def __init__(self) -> None:
-        # They are looked up now, not at import: tests and wrappers exchange them.
+        # Looked up now, not at import, because tests and wrappers replace the streams.
         self.out = _Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
         self.notes = _Console(file=sys.stderr, highlight=False, soft_wrap=not sys.stderr.isatty())
 
     def note(self, text: str) -> None:
-        """Say something beside the result. It may end in a path, so it is not divided."""
+        """Print a note to stderr. It may end in a path, so it is not wrapped."""
         self.notes.print(text, markup=False, soft_wrap=True)
 
     def paragraph(self, text: str) -> None:
-        """Print a sentence, divided between words only."""
+        """Print a sentence, wrapped between words only."""
         for line in _wrapped(text, self.out.width):
             self.out.print(line)
 
     def copied(self, before: str, line: str) -> None:
-        """Print a line that is to be copied: it is never divided, however narrow the terminal is."""
+        """Print a line for the reader to copy: it is never wrapped, however narrow the terminal."""
         self.out.print(f"{before}{line}", markup=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Generator[Callable[[int, int | None], None]]:
-        """Show a spinner, and a bar once something is known of how far it is; on a terminal only.
+        """Show a spinner, and a progress bar once the total is known; on a terminal only.
 
         Yields:
-            A function that is told how many are done, of how many.
+            A function to call with the number done and the total, or None if the total is unknown.
         """
         columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
         with Progress(*columns, console=self.notes, transient=True, disable=not self.notes.is_terminal) as shown:
@@ -111,13 +111,13 @@ class Screen:
 
 
 def table(title: str, *columns: str, num_texts: int = 1, copied: Sequence[str] = ()) -> Table:
-    """Begin a table whose first columns are texts, and the others numbers.
+    """Create an empty table whose first columns hold text and whose others hold numbers.
 
     Args:
-        title: what stands above it.
-        columns: the headers.
-        num_texts: how many of the columns are texts, whose words may stand on several lines.
-        copied: the texts among them that a reader copies, such as names of devices: they stay whole, as numbers do.
+        title: the heading above the table.
+        columns: the column headers.
+        num_texts: number of text columns; their cells may wrap.
+        copied: text columns that readers copy, such as device names; like numbers, they never wrap.
     """
     made = _Table(title)
     for nth, column in enumerate(columns):
@@ -128,7 +128,7 @@ def table(title: str, *columns: str, num_texts: int = 1, copied: Sequence[str] =
 
 
 def ratio_text(ratio: float) -> str:
-    """Write a step time ratio.
+    """Format a step-time ratio.
 
     >>> ratio_text(1.1303)
     '1.130x'
@@ -137,7 +137,7 @@ def ratio_text(ratio: float) -> str:
 
 
 def flops_text(flops: int) -> str:
-    """Write a number of FLOPs for a reader.
+    """Format a number of FLOPs.
 
     >>> flops_text(0), flops_text(2_500_000), flops_text(83_562_900_000_000)
     ('0', '2.5 MFLOP', '83.6 TFLOP')
@@ -149,7 +149,7 @@ def flops_text(flops: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Write a time for a reader.
+    """Format a duration.
 
     >>> seconds_text(0.0000123), seconds_text(0.5), seconds_text(12)
     ('12.3 us', '500.0 ms', '12.00 s')
@@ -160,7 +160,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def field(name: str, text: str) -> Table:
-    """Write a name beside a text that may be longer than a line."""
+    """Lay out a label and its text in two columns; the text may wrap."""
     made = Table.grid(padding=(0, 2))
     made.add_column(width=9, style="dim")
     made.add_column()

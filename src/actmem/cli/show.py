@@ -1,47 +1,101 @@
-"""`actmem show`: what a mode or a plan does to each value of each block."""
+"""`actmem show`: what a mode or plan does with each activation of each block."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from rich.text import Text
 
 import actmem
-from actmem.amounts import size
 from actmem.cli.commands import Show
-from actmem.cli.failing import Mistakes
-from actmem.cli.loading import check_model, load
-from actmem.cli.naming import FORMS, the_mode
-from actmem.cli.parts import parts_of, parts_text
-from actmem.cli.schema import Group, Row, ShowShown
+from actmem.cli.failures import Mistakes
+from actmem.cli.loaded_model import check_model, load
+from actmem.cli.mode_names import FORMS, the_mode
+from actmem.cli.schema import Document, project
 from actmem.cli.screen import Screen, flops_text, ratio_text, seconds_text, table
-from actmem.cli.shared import chosen_device, described, measured
+from actmem.cli.shared import ModelShown, Part, chosen_device, described, measured, parts_of, parts_text
 from actmem.errors import ModeError
 from actmem.plan import Plan
-from actmem.planner.costing import cost_seconds
-from actmem.planner.deciding import decisions
-from actmem.planner.predicting import plan_of, prediction
-from actmem.planner.simulating import Simulated
 from actmem.profiles import Layer, Profile
+from actmem.simulation import Simulated, cost_seconds, decisions, plan_of, prediction
+from actmem.units import size
 
-__all__ = ["run", "show"]
+__all__ = ["ShowShown", "run", "show"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Document):
+    """One operator of a block, and what happens to its result."""
+
+    op: str
+    module: str
+    """Path inside the block; "" is the block itself."""
+    num_bytes: int
+    """Bytes of its results."""
+    dtype: str
+    """The dtype it computes in."""
+    decision: Literal["save", "recompute", "offload", "input"]
+    """What the rules decide; `input` for an argument of the block."""
+    outcome: Literal["held", "offloaded", "replayed", "not needed"]
+    """What then happens; `not needed` if backward needs neither the result nor anything computed from it."""
+    held_bytes: int
+    flops: int
+    seconds: float | None
+    """On the device, if one was named."""
+    why: str | None
+    """Why it cannot be replayed, if it cannot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group(Document):
+    """Layers that run the same operators under the same decisions."""
+
+    layers: tuple[str, ...]
+    held_bytes: int
+    """Bytes that each layer holds until its backward."""
+    replayed_flops: int
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowShown(Document):
+    """Output of `actmem show`."""
+
+    command: Literal["show"] = "show"
+    model: ModelShown
+    mode: str
+    device: str | None
+    peak_bytes: int
+    peak_at: str
+    parts: tuple[Part, ...]
+    """What the peak consists of. The sum is `peak_bytes`."""
+    saved_bytes: int
+    """Bytes alive when the backward pass begins, beyond those alive between steps."""
+    replayed_flops: int
+    num_replayed: int
+    sent_bytes: int
+    """Bytes that are offloaded."""
+    step_time_ratio: float | None
+    """Step time relative to saving everything, on the device, if one was named."""
+    groups: tuple[Group, ...]
 
 
 def run(asked: Show, screen: Screen) -> tuple[ShowShown, int]:
-    """Follow one step, and say what becomes of each value."""
+    """Profile one step and report what happens to each activation under the mode."""
     mistakes = Mistakes()
     mode = chosen = None
     with mistakes.noted():
         mode = the_mode(asked.mode, asked.plan)
         if mode is None:
-            raise ModeError(f"nothing was named to show. Write --mode with one of {', '.join(FORMS)}, or --plan FILE.")
+            raise ModeError(f"there is nothing to show. Write --mode with one of {', '.join(FORMS)}, or --plan FILE.")
     with mistakes.noted():
         chosen = None if asked.device is None else chosen_device(asked.device)
     check_model(asked, mistakes)
     mistakes.raise_all()
     assert mode is not None
-    with screen.progress("following one step"):
+    with screen.progress("profiling one step"):
         loaded = load(asked)
         device = None if asked.device is None else measured(chosen, loaded.model)
         optimizer = None if asked.optimizer == "none" else asked.optimizer
@@ -52,17 +106,14 @@ def run(asked: Show, screen: Screen) -> tuple[ShowShown, int]:
         parts, simulated = parts_of(profile, plan)
     seconds = None if device is None else cost_seconds(profile, device)
     found = prediction(profile, simulated, seconds or [0.0] * len(profile.costs))
-    shown = ShowShown(
-        model=described(loaded.name, loaded.source, loaded.model, profile),
+    shown = project(
+        ShowShown,
+        found,
+        model=described(loaded, profile.blocks, profile.shapes),
         mode=plan.mode if asked.plan is None else f"FromPlan({str(asked.plan)!r})",
         device=None if device is None else device.name,
-        peak_bytes=found.peak_bytes,
         peak_at=f"{found.peak_op}{f' in {found.peak_block}' if found.peak_block else ''}",
         parts=parts,
-        saved_bytes=found.saved_bytes,
-        replayed_flops=found.replayed_flops,
-        num_replayed=found.num_replayed,
-        sent_bytes=found.sent_bytes,
         step_time_ratio=None if device is None else found.step_time_ratio,
         groups=_groups(profile, plan, simulated, seconds, asked.min_bytes),
     )
@@ -72,7 +123,7 @@ def run(asked: Show, screen: Screen) -> tuple[ShowShown, int]:
 def _groups(
     profile: Profile, plan: Plan, simulated: Simulated, seconds: list[float] | None, min_bytes: int
 ) -> tuple[Group, ...]:
-    """Put layers together that do the same under the same decisions."""
+    """Group layers that run the same operators under the same decisions."""
     keeps = decisions(profile, plan)
     known: dict[Any, tuple[Row, ...]] = {}
     same: dict[tuple[Row, ...], list[str]] = {}
@@ -116,7 +167,7 @@ def _rows(
                 num_bytes=sum(made),
                 dtype=cost.dtype,
                 decision="recompute" if not keep[index] else "save" if keep[index] == "save" else "offload",
-                outcome="sent away" if gone else "held" if kept else "replayed" if index in replayed else "not needed",
+                outcome="offloaded" if gone else "held" if kept else "replayed" if index in replayed else "not needed",
                 held_bytes=sum(layer.values[v].num_bytes for v in kept if v not in away),
                 flops=cost.flops,
                 seconds=None if seconds is None else seconds[call.cost],
@@ -132,8 +183,8 @@ def _given(num_bytes: int, *, sent: bool) -> Row:
         module="",
         num_bytes=num_bytes,
         dtype="",
-        decision="given",
-        outcome="sent away" if sent else "held",
+        decision="input",
+        outcome="offloaded" if sent else "held",
         held_bytes=0 if sent else num_bytes,
         flops=0,
         seconds=None,
@@ -145,22 +196,22 @@ def _why(layer: Layer, values: Sequence[int]) -> str | None:
     return next((layer.values[v].why for v in values if layer.values[v].why), None)
 
 
-# --- for readers ------------------------------------------------------------------------------------------------------
+# --- for people -------------------------------------------------------------------------------------------------------
 
-_COLOURS = {"held": "green", "replayed": "yellow", "sent away": "cyan", "not needed": "dim"}
+_COLOURS = {"held": "green", "replayed": "yellow", "offloaded": "cyan", "not needed": "dim"}
 
 
 def show(shown: ShowShown, screen: Screen) -> None:
-    """Print the outcome as tables."""
+    """Print one table per group of equal layers, then the totals."""
     out = screen.out
     out.print(f"{shown.model.name} under {shown.mode}\n", markup=False)
     for group in shown.groups:
         out.print(_table(group, timed=shown.device is not None))
     ratio = "" if shown.step_time_ratio is None else f", step {ratio_text(shown.step_time_ratio)} of saving everything"
-    sent = f", {size(shown.sent_bytes)} sent away" if shown.sent_bytes else ""
+    sent = f", offloads {size(shown.sent_bytes)}" if shown.sent_bytes else ""
     out.print(
         f"predicted peak  {size(shown.peak_bytes)}, at {shown.peak_at}\n"
-        f"  of it         {parts_text(shown.parts)}\n"
+        f"  consists of   {parts_text(shown.parts)}\n"
         f"a step          saves {size(shown.saved_bytes)} for backward, replays {shown.num_replayed} operators "
         f"({flops_text(shown.replayed_flops)}){sent}{ratio}",
         markup=False,

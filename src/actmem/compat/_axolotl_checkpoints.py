@@ -1,4 +1,4 @@
-"""What axolotl does around the checkpointed layers of transformers: wrap, offload their inputs, save selectively."""
+"""axolotl's features for the checkpointed layers of transformers: wrap, offload their inputs, save selectively."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmem.applying import Applied
+from actmem.applying import Applied, KeptTensor, Sent, can_move, unpack
 from actmem.compat._axolotl_manager import Sender, check_stash
 from actmem.compat._calls import apply_once
+from actmem.decision_rules import Rule
 from actmem.errors import ModeError
 from actmem.modes import Full, Rules
-from actmem.offloading import Ledger
+from actmem.offloading import TransferCounts
 from actmem.ops import is_glob
-from actmem.plan import Rule
-from actmem.sending import Kept, Sent, can_move, unpack
 from actmem.settings import Offload
 from actmem.torchcompat import named_modules
 
@@ -34,7 +33,7 @@ __all__ = [
 ]
 
 WINDOWED = ("sliding_attention", "chunked_attention")
-"""Layer types in which nothing is saved unless it is asked for."""
+"""Layer types in which nothing is saved unless requested."""
 _PRODUCTS = "aten.mm|aten.addmm|aten.linear|aten._grouped_mm"
 
 
@@ -44,11 +43,11 @@ class CheckpointActivationOffloadStats:
 
     saved_tensors_seen: int = 0
     marked_tensors: int = 0
-    """Inputs of checkpointed layers."""
+    """Number of inputs of checkpointed layers."""
     offloaded_tensors: int = 0
     restored_tensors: int = 0
     skipped_marked_tensors: int = 0
-    """Inputs that stayed: on the CPU, too small, or parameters."""
+    """Inputs that were not offloaded: on the CPU, too small, or parameters."""
     offloaded_bytes: int = 0
     restored_bytes: int = 0
 
@@ -56,17 +55,17 @@ class CheckpointActivationOffloadStats:
 class CheckpointHiddenStatesOffload(contextlib.ContextDecorator):
     """Offload the inputs of transformers' checkpointed layers, and nothing else, while entered.
 
-    `stats` counts since it was entered last. All layers that derive from `GradientCheckpointingLayer` are meant, in the
-    non-reentrant form of torch's checkpoint and in the reentrant one.
+    `stats` counts since it was last entered. It covers all layers that derive from `GradientCheckpointingLayer`, under
+    both the reentrant and the non-reentrant variant of torch's checkpoint.
 
     Args:
-        use_pin_memory: use page-locked host memory, where there is an accelerator.
-        use_streams: copy beside the computation.
-        min_offload_size: smaller tensors stay, in bytes.
-        max_fwd_stash_size: how many inputs may be on their way out at once; at least 1.
-        max_cpu_buffer_pool_size: accepted. There it bounds what is kept for the next step; here host memory is reused
-            as it is, and never more than was away at once.
-        copy_cpu: copy what is on the CPU to other host memory too. That saves nothing; a test may want it.
+        use_pin_memory: use page-locked host memory, if there is an accelerator.
+        use_streams: overlap copies with computation.
+        min_offload_size: size in bytes below which tensors are not offloaded.
+        max_fwd_stash_size: maximum number of inputs in flight at once; at least 1.
+        max_cpu_buffer_pool_size: accepted. In axolotl it bounds what is kept for the next step; here host memory is
+            reused anyway, and never exceeds what was offloaded at once.
+        copy_cpu: copy tensors on the CPU to other host memory too. That saves nothing, but is useful in tests.
 
     Raises:
         ModeError: an argument has a value that is not permitted.
@@ -103,12 +102,12 @@ class CheckpointHiddenStatesOffload(contextlib.ContextDecorator):
         self._entered: list[contextlib.ExitStack] = []
 
     @property
-    def ledger(self) -> Ledger:
-        """The bytes that went out, came back, and were dropped, so far."""
+    def ledger(self) -> TransferCounts:
+        """The bytes offloaded, fetched and dropped so far."""
         return self._sender.ledger
 
     def close(self) -> None:
-        """Give up the store, as soon as nothing is away any more. Done by itself when this object dies."""
+        """Release the store, as soon as nothing is offloaded any more. Happens automatically when this object dies."""
         self._sender.close()
 
     def __enter__(self) -> CheckpointHiddenStatesOffload:
@@ -126,7 +125,7 @@ class CheckpointHiddenStatesOffload(contextlib.ContextDecorator):
 
     @contextlib.contextmanager
     def _meant(self, hidden_states: Tensor) -> Generator[None]:
-        """Mark a tensor while the layer that it is given to runs. Its caller holds it that long, so its id is its."""
+        """Mark a tensor while the layer that receives it runs. Its caller holds it until then, so its id is unique."""
         self.stats.marked_tensors += 1
         self._marked.add(id(hidden_states))
         try:
@@ -134,22 +133,22 @@ class CheckpointHiddenStatesOffload(contextlib.ContextDecorator):
         finally:
             self._marked.discard(id(hidden_states))
 
-    def _pack(self, tensor: Tensor) -> Kept | _Counted:
+    def _pack(self, tensor: Tensor) -> KeptTensor | _Counted:
         self.stats.saved_tensors_seen += 1
         if id(tensor) not in self._marked:
-            return Kept(tensor)
+            return KeptTensor(tensor)
         self._marked.remove(id(tensor))
         if isinstance(tensor, nn.Parameter | nn.Buffer) or not can_move(tensor, self._settings):
             self.stats.skipped_marked_tensors += 1
-            return Kept(tensor)
+            return KeptTensor(tensor)
         num_bytes = tensor.nbytes
         self.stats.offloaded_tensors += 1
         self.stats.offloaded_bytes += num_bytes
         return _Counted(self._sender.send(tensor), num_bytes, self.stats)
 
     @staticmethod
-    def _unpack(packed: Kept | _Counted) -> Tensor:
-        if isinstance(packed, Kept):
+    def _unpack(packed: KeptTensor | _Counted) -> Tensor:
+        if isinstance(packed, KeptTensor):
             return packed.open()
         packed.stats.restored_tensors += 1
         packed.stats.restored_bytes += packed.num_bytes
@@ -158,7 +157,7 @@ class CheckpointHiddenStatesOffload(contextlib.ContextDecorator):
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """A tensor that was sent, and the figures that its return is counted in."""
+    """An offloaded tensor, and the statistics that count its return."""
 
     sent: Sent
     num_bytes: int
@@ -180,10 +179,10 @@ def get_checkpoint_hidden_states_offloading_ctx_manager(
 
 @contextlib.contextmanager
 def _telling_inputs_to(meant: Callable[[Tensor], contextlib.AbstractContextManager[None]]) -> Generator[None]:
-    """Tell of each input that a checkpointed layer of transformers is given, while it runs.
+    """Report each input of a checkpointed layer of transformers while the layer runs.
 
-    The layer's hooks would be too late: its `__call__` enters the checkpoint, and they run inside. So the class has
-    another `__call__` until this context ends.
+    The layer's hooks would be too late: its `__call__` enters the checkpoint, and they run inside. So the class gets a
+    different `__call__` until this context ends.
     """
     kind = _layer_class()
     original = kind.__call__
@@ -203,17 +202,17 @@ def _telling_inputs_to(meant: Callable[[Tensor], contextlib.AbstractContextManag
 
 
 def ac_wrap_hf_model(model: nn.Module, **kwargs: Any) -> Applied:
-    """Recompute every layer of a model of transformers, and hold its inputs only.
+    """Recompute every layer of a transformers model, and hold only its inputs.
 
-    An `OffloadActivations` around the training step then sees those inputs alone. There layers are wrapped; here they
-    are not, and no name changes. A model without a `GradientCheckpointingLayer` has its blocks found; there it is left
-    as it is.
+    An `OffloadActivations` around the training step then sees only those inputs. axolotl wraps layers; actmem does not,
+    and no name changes. In a model without a `GradientCheckpointingLayer`, actmem finds the blocks; axolotl leaves such
+    a model unchanged.
 
     Raises:
-        ModeError: an argument for torch's wrapper is given: there is none.
+        ModeError: an argument for torch's wrapper is given, but there is no wrapper.
     """
     if kwargs:
-        raise ModeError(f"{', '.join(kwargs)}: has no meaning here, because no wrapper is made. Leave it out.")
+        raise ModeError(f"{', '.join(kwargs)}: has no meaning here, because there is no wrapper. Leave it out.")
     return apply_once(model, Full(), blocks=_layers_of(model))
 
 
@@ -227,17 +226,17 @@ def apply_selective_checkpointing(
     save_modules: list[str] | None = None,
     save_matmul_min_k: int | None = None,
 ) -> None:
-    """Let `model.gradient_checkpointing_enable` recompute all but what is named, by actmem.
+    """Make `model.gradient_checkpointing_enable` use actmem, to recompute everything except what is named.
 
-    Whoever calls it (the Trainer does, with `gradient_checkpointing=True`) switches this on instead of transformers'
-    own checkpointing; `gradient_checkpointing_disable` takes it back. Calling this function again changes nothing.
+    Calling it (as the Trainer does, with `gradient_checkpointing=True`) then switches this on instead of transformers'
+    own checkpointing; `gradient_checkpointing_disable` undoes it. Calling this function again changes nothing.
 
     Args:
-        model: a model of transformers.
+        model: a transformers model.
         save: "attention", or parts of operator names such as "aten::mm". Default: attention.
         save_sliding_window: save in layers with a sliding or chunked window too.
         recompute_layer_types: other layer types that save nothing. Default: sliding_attention, chunked_attention.
-        offload: send what is saved to host memory.
+        offload: offload what is saved to host memory.
         save_modules: modules whose matrix products are saved too: ends of paths, or globs.
         save_matmul_min_k: refused: actmem has no rule on the inner size of a product.
 
@@ -272,7 +271,7 @@ def apply_selective_checkpointing(
 def selective_mode(
     save: Sequence[str] | None, recompute_layer_types: Sequence[str], offload: Offload | None, modules: Sequence[str]
 ) -> Rules:
-    """Say axolotl's selective checkpointing in rules: the matrix products of modules first, whatever their layer.
+    """Translate axolotl's selective checkpointing to rules: first the matrix products of modules, whatever their layer.
 
     >>> for rule in selective_mode(["attention", "aten::mm"], ["sliding_attention"], None, []).rules():
     ...     print(rule)
@@ -297,14 +296,14 @@ def selective_mode(
 
 
 def _products_of(model: nn.Module, name: str) -> str:
-    """Return the modules that a name means, as a glob. Of a module with adapters, the one that it had before."""
+    """Return the modules that a name refers to, as a glob. For a module with adapters, the adapted module."""
     glob = name if is_glob(name) else f"*.{name}"
     has_adapters = any(path.endswith(f"{name}.base_layer") for path, _ in named_modules(model))
     return f"{glob}.base_layer" if has_adapters else glob
 
 
 def _layers_of(model: nn.Module) -> str | None:
-    """Return where the layers are that transformers can checkpoint, as globs; None where there are none."""
+    """Return the layers that transformers can checkpoint, as globs; None if there are none."""
     found: list[str] = []
     for path, module in named_modules(model):
         if isinstance(module, _layer_class()) and not any(path.startswith(f"{outer}.") for outer in found):
@@ -317,6 +316,6 @@ def _layer_class() -> type[Any]:
         from transformers import GradientCheckpointingLayer
     except ImportError:
         raise ModeError(
-            "the layers of transformers are meant, and it is not installed: pip install transformers."
+            "this needs the layers of transformers, which is not installed: pip install transformers."
         ) from None
     return GradientCheckpointingLayer

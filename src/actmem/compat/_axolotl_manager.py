@@ -1,4 +1,4 @@
-"""The manager that axolotl and TRL call OffloadActivations, over `actmem.offload`."""
+"""The manager that axolotl and TRL call OffloadActivations, built on `actmem.offload`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from actmem.checking import device_of
-from actmem.engine.calling import local
+from actmem.applying import KeptTensor, Offloading, Sent, can_move, device_of, local, send, unpack
 from actmem.errors import ModeError
-from actmem.offloading import Ledger, Offloader, make_offloader
-from actmem.sending import Kept, Offloading, Sent, can_move, send, unpack
+from actmem.offloading import Offloader, TransferCounts, make_offloader
 from actmem.settings import Offload
 from actmem.structure import find_head
 from actmem.torchcompat import named_modules
@@ -24,7 +22,7 @@ __all__ = ["NoOpManager", "OffloadActivations", "Sender", "check_stash"]
 
 
 class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
-    """Hold what autograd saves as it is: inside it, no manager around it sees anything.
+    """A context in which saved tensors are held unchanged: an outer manager sees nothing inside it.
 
     >>> with NoOpManager():
     ...     y = torch.ones(3, requires_grad=True).exp()
@@ -33,11 +31,11 @@ class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self) -> None:
-        super().__init__(Kept, Kept.open)
+        super().__init__(KeptTensor, KeptTensor.open)
 
 
 class Sender:
-    """Send saved tensors away by an offloader that is made for the device of the first that can be sent."""
+    """Offload saved tensors, with an offloader created for the device of the first that can be offloaded."""
 
     def __init__(self, settings: Offload) -> None:
         self._settings = settings
@@ -45,30 +43,30 @@ class Sender:
         self._finalizer: weakref.finalize[..., Any] | None = None
 
     @property
-    def ledger(self) -> Ledger:
-        """The bytes that went out, came back, and were dropped, so far."""
-        return Ledger() if self._offloader is None else self._offloader.ledger
+    def ledger(self) -> TransferCounts:
+        """The bytes offloaded, fetched and dropped so far."""
+        return TransferCounts() if self._offloader is None else self._offloader.ledger
 
     def send(self, tensor: Tensor) -> Sent:
-        """Send a tensor for which `can_move` holds."""
+        """Offload a tensor for which `can_move` is true."""
         if self._offloader is None:
             self._offloader = make_offloader(self._settings, tensor.device)
             self._finalizer = weakref.finalize(self, Offloader.close, self._offloader)
         return send(tensor, self._offloader)
 
     def close(self) -> None:
-        """Give up the store, as soon as nothing is away any more. Done by itself when this object dies."""
+        """Release the store, as soon as nothing is offloaded any more. Happens automatically when this object dies."""
         if self._finalizer is not None:
             self._finalizer()
             self._offloader = self._finalizer = None
 
 
 class OffloadActivations(contextlib.ContextDecorator):
-    """Offload what autograd saves while entered. Also a decorator; may be entered again at each step.
+    """Offload the tensors that autograd saves while entered. Also a decorator; may be entered again at each step.
 
-    `attach`, which the functions of `actmem.compat.axolotl` call, names the model: its parameters, its buffers and its
-    output head stay then, whatever they are wrapped in. Without one, what is a parameter, or a view of one, stays, and
-    so does what `update_model_params` was told of.
+    `attach`, which the functions of `actmem.compat.axolotl` call, sets the model: its parameters, its buffers and its
+    output head are then not offloaded, whatever wraps them. Without a model, parameters and views of parameters are not
+    offloaded, nor are those that `update_model_params` was given.
 
     >>> with OffloadActivations(copy_cpu=True) as manager:
     ...     nn.Linear(64, 64)(torch.randn(16, 64)).tanh().sum().backward()
@@ -103,7 +101,7 @@ class OffloadActivations(contextlib.ContextDecorator):
         )
         self.use_streams = use_streams
         self.param_storages: set[int] = set()
-        """Addresses of parameters, as `update_model_params` found them. Asked for only without a model."""
+        """Addresses of parameters, as `update_model_params` found them. Used only without a model."""
         self._sender = Sender(self._settings)
         self._manager: Offloading | None = None
         self._left_alone: list[nn.Module] = []
@@ -111,12 +109,12 @@ class OffloadActivations(contextlib.ContextDecorator):
         self._is_attached = False
 
     def attach(self, model: nn.Module, *, warn_if_no_head: bool = True) -> OffloadActivations:
-        """Offload the activations of this model. It is not changed; hooks are there only while entered."""
+        """Offload the activations of this model. The model is not changed; hooks exist only while entered."""
         self._is_attached = True
         self._left_alone = [m for path, m in named_modules(model) if "liger" in path.lower()]
         if warn_if_no_head and find_head(model) is None:
             _warn_of_no_head(model)
-        nowhere = self._settings.to == "host" and not self._settings.copy_cpu
+        nowhere = not self._settings.takes_from("cpu")
         if nowhere and device_of(model).type == "cpu":
             self._manager = None  # its activations are in host memory already
         else:
@@ -125,18 +123,18 @@ class OffloadActivations(contextlib.ContextDecorator):
         return self
 
     def update_model_params(self, model: nn.Module) -> None:
-        """Let the parameters of a model stay. They are named anew at each call, as after a change of the model."""
+        """Do not offload the parameters of a model. Each call replaces the earlier ones, as after the model changed."""
         self.param_storages = {local(p).untyped_storage().data_ptr() for p in model.parameters()} - {0}
 
     @property
-    def ledger(self) -> Ledger:
-        """The bytes that went out, came back, and were dropped, so far."""
+    def ledger(self) -> TransferCounts:
+        """The bytes offloaded, fetched and dropped so far."""
         if self._is_attached:
-            return Ledger() if self._manager is None else self._manager.ledger
+            return TransferCounts() if self._manager is None else self._manager.ledger
         return self._sender.ledger
 
     def close(self) -> None:
-        """Give up the store, as soon as nothing is away any more. Done by itself when this object dies."""
+        """Release the store, as soon as nothing is offloaded any more. Happens automatically when this object dies."""
         self._sender.close()
         if self._manager is not None:
             self._manager.close()
@@ -157,24 +155,24 @@ class OffloadActivations(contextlib.ContextDecorator):
     ) -> None:
         self._entered.pop().__exit__(kind, error, trace)
 
-    def _pack(self, tensor: Tensor) -> Kept | Sent:
+    def _pack(self, tensor: Tensor) -> KeptTensor | Sent:
         stays = (
             not can_move(tensor, self._settings)
             or (tensor.is_leaf and tensor.requires_grad)
             or isinstance(tensor._base, nn.Parameter | nn.Buffer)
             or tensor.untyped_storage().data_ptr() in self.param_storages
         )
-        return Kept(tensor) if stays else self._sender.send(tensor)
+        return KeptTensor(tensor) if stays else self._sender.send(tensor)
 
 
 def check_stash(size: object) -> None:
-    """Refuse a stash that could hold nothing."""
+    """Refuse a stash that cannot hold anything."""
     if type(size) is not int or size < 1:
         raise ModeError(f"max_fwd_stash_size = {size!r} is not permitted. Expected an int of 1 or more; 5 is usual.")
 
 
 def _leave_alone(module: nn.Module, stack: contextlib.ExitStack) -> None:
-    """Hold what a fused module saves as it is, until the stack ends."""
+    """Hold what a fused module saves unchanged, until the stack exits."""
     inside: list[NoOpManager] = []
 
     def begins(*_: Any) -> None:
@@ -194,7 +192,7 @@ def _leave_alone(module: nn.Module, stack: contextlib.ExitStack) -> None:
 
 def _warn_of_no_head(model: nn.Module) -> None:
     warnings.warn(
-        f"no output head was found in {type(model).__name__}, so there is none whose activations stay. Say "
-        "warn_if_no_head=False if that is meant.",
+        f"no output head was found in {type(model).__name__}, so no head is excluded from offloading. Write "
+        "warn_if_no_head=False if that is intended.",
         stacklevel=4,
     )

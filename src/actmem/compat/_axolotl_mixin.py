@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from actmem.applying import Applied, apply
-from actmem.checking import device_of
+from actmem.applying import Applied, apply, device_of
 from actmem.compat._axolotl_checkpoints import CheckpointHiddenStatesOffload
 from actmem.compat._axolotl_manager import OffloadActivations
 from actmem.errors import ModeError
@@ -21,7 +20,7 @@ from actmem.settings import Offload
 if TYPE_CHECKING:
 
     class Trainer:
-        """What the mixin uses of transformers' Trainer."""
+        """The part of transformers' Trainer that the mixin uses."""
 
         args: Any
         model: nn.Module
@@ -41,11 +40,11 @@ _ARGUMENT = "activation_offloading"
 class ActivationOffloadingMixin(Trainer):
     """Offload in each training step of a transformers Trainer: `class MyTrainer(ActivationOffloadingMixin, Trainer)`.
 
-    `args.activation_offloading` says how. True copies to host memory beside the computation, "legacy" in its line;
-    "disk" writes to a private file; "hidden_states" sends what each block is given and recomputes the rest of it;
-    False and None do nothing. TRL's trainers read the same argument: in front of one of them, this takes it over, and
-    TRL's own offloading stays off. Read where they exist: `args.activation_offloading_directory` for "disk", and
-    `args.activation_offloading_copy_cpu`, which has values of a model on the CPU copied too, for tests.
+    `args.activation_offloading` selects how. True overlaps copies to host memory with computation, "legacy" does not;
+    "disk" writes to a private file; "hidden_states" offloads the inputs of each block and recomputes the rest; False
+    and None do nothing. TRL's trainers read the same argument: in front of one of them, the mixin takes it over, and
+    TRL's own offloading stays off. Also read, if present: `args.activation_offloading_directory` for "disk", and
+    `args.activation_offloading_copy_cpu`, which copies the values of a model on the CPU too, for tests.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,7 +61,7 @@ class ActivationOffloadingMixin(Trainer):
             super().__init__(*args, **kwargs)
         if not value:
             return
-        self.args.activation_offloading = value  # a trainer of TRL may have made its own arguments of those given
+        self.args.activation_offloading = value  # a TRL trainer may have built its own arguments from these
         copy_cpu = bool(getattr(given, "activation_offloading_copy_cpu", False))
         if value != "hidden_states":
             manager = OffloadActivations(
@@ -72,20 +71,20 @@ class ActivationOffloadingMixin(Trainer):
                 copy_cpu=copy_cpu,
             )
             self.activation_offload_context = manager.attach(self.model)
-        elif self.args.gradient_checkpointing:  # the Trainer recomputes, and what it keeps of a layer is sent
+        elif self.args.gradient_checkpointing:  # the Trainer recomputes, and what it keeps of a layer is offloaded
             self.activation_offload_context = CheckpointHiddenStatesOffload(copy_cpu=copy_cpu)
         else:
             self.activation_offload_applied = _hidden_states(self.model, copy_cpu=copy_cpu)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Take the Trainer's own step with the activations away."""
+        """Run the Trainer's own step with activations offloaded."""
         with self.activation_offload_context:
             return super().training_step(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def _hidden_from_others(args: Any) -> Generator[None]:
-    """Hide the argument while a trainer is made: two that take the same saved tensors away would undo each other."""
+    """Hide the argument while a trainer is created: two that offload the same saved tensors would undo each other."""
     value = getattr(args, _ARGUMENT, None)
     if not value:
         yield
@@ -98,7 +97,7 @@ def _hidden_from_others(args: Any) -> Generator[None]:
 
 
 def _hidden_states(model: nn.Module, *, copy_cpu: bool) -> Applied:
-    """Recompute every block from its inputs, and send those away where there is somewhere to go."""
+    """Recompute every block from its inputs, and offload those if there is somewhere to offload them to."""
     if device_of(model).type == "cpu" and not copy_cpu:
         return apply(model, Full())
     return apply(model, Full(offload_inputs=Offload(to="host", min_bytes=1024, copy_cpu=copy_cpu)))

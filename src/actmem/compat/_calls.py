@@ -1,8 +1,8 @@
-"""Applying for the other systems: the same call twice does nothing, and a call for other layers adds to those before.
+"""`apply` for the other systems: repeating a call does nothing, and a call for other layers adds to earlier ones.
 
 Those systems wrap layers one by one, so calls add up. Here a model has one plan. A further call therefore removes what
-compat applied before, and applies one plan that says both. A handle that was returned earlier stays valid: it stands
-for the plan as it is now. What `actmem.apply` itself applied is not touched: that is refused, as it is there.
+compat applied before, and applies one plan that covers both. A handle that was returned earlier stays valid: it refers
+to the current plan. What `actmem.apply` itself applied is not touched: that is refused, as `actmem.apply` does.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from actmem.applying import Applied, Collectives, apply
-from actmem.engine.installing import applied_script
+from actmem.applying import Applied, Collectives, applied_runner, apply
+from actmem.decision_rules import Rule, Slices
 from actmem.errors import ApplyError
 from actmem.modes import CompilerBudget, Full, Rules, SaveEverything, Selective, Targets
-from actmem.plan import Rule, Slices
 from actmem.structure import Block, find_blocks
 from actmem.torchcompat import named_modules
 
 __all__ = ["RuleMode", "apply_once"]
 
 RuleMode = SaveEverything | Full | Selective | Targets | Rules | CompilerBudget
-"""The modes that other systems have a word for. Each is a list of rules."""
+"""The modes that other systems have a name for. Each is a list of rules."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call asked for, and of which blocks. Holds no module: a dropped model is freed at once."""
+    """What one call requested, and for which blocks. Holds no module, so a dropped model is freed at once."""
 
     mode: RuleMode
     root: weakref.ref[nn.Module]
@@ -48,13 +47,13 @@ class _Call:
 
 @dataclass
 class _Record:
-    """The calls that one plan stands for."""
+    """The calls that one plan covers."""
 
     calls: tuple[_Call, ...]
     applied: Applied
-    """Without its blocks, for the same reason."""
+    """The handle without its blocks, for the same reason."""
     handles: weakref.WeakSet[Applied] = field(default_factory=weakref.WeakSet[Applied])
-    """What was returned to callers, and is still theirs."""
+    """Handles that were returned to callers and are still alive."""
 
 
 _RECORDS: weakref.WeakKeyDictionary[nn.Module, _Record] = weakref.WeakKeyDictionary()
@@ -63,22 +62,24 @@ _RECORDS: weakref.WeakKeyDictionary[nn.Module, _Record] = weakref.WeakKeyDiction
 def apply_once(
     model: nn.Module, mode: RuleMode, *, blocks: str | None = None, collectives: Collectives = "save"
 ) -> Applied:
-    """Apply a mode to a model, besides what compat applied to other blocks of it before.
+    """Apply a mode to a model, in addition to what compat applied to other blocks of it before.
 
-    The same call again returns a handle of the first. Of a block that was named before, more may be recomputed.
+    Repeating a call returns a handle of the first. A later call may recompute more of a block that was named before.
 
     Raises:
         ApplyError: `actmem.apply` was called on this model, or two calls contradict each other.
     """
     found = find_blocks(model, blocks)
     call = _Call(mode, weakref.ref(model), tuple(weakref.ref(block.module) for block in found), collectives)
-    earlier = list({id(r): r for m in model.modules() if applied_script(m) and (r := _RECORDS.get(m))}.values())
+    earlier = list({id(r): r for m in model.modules() if applied_runner(m) and (r := _RECORDS.get(m))}.values())
     if (known := next((r for r in earlier if any(map(call.same, r.calls))), None)) is not None:
         return _handle(known)
     calls = [*(one for record in earlier for one in record.calls), call]
     root = _common_root(calls)
     if not earlier or root is None or not _agree(calls):
-        return _keep(apply(model, mode, blocks=blocks, collectives=collectives), (call,))  # refuses what is applied
+        return _keep(
+            apply(model, mode, blocks=blocks, collectives=collectives), (call,)
+        )  # raises if a plan is applied already
     for record in earlier:
         _handle(record).remove()
     try:
@@ -92,7 +93,7 @@ def apply_once(
 
 
 def _apply(root: nn.Module, calls: Sequence[_Call]) -> Applied:
-    """Apply one plan that says what all calls ask for."""
+    """Apply one plan that covers all calls."""
     path_of = {id(module): path for path, module in named_modules(root)}
     named = {id(module) for call in calls for module in call.modules}
     paths = [path or "." for key, path in path_of.items() if key in named]
@@ -101,7 +102,7 @@ def _apply(root: nn.Module, calls: Sequence[_Call]) -> Applied:
 
 
 def _joined(calls: Sequence[_Call], path_of: dict[int, str]) -> Rules:
-    """Write the rules of all calls, each for its own blocks; what no call names is saved."""
+    """Return the rules of all calls, each for its own blocks; what no call names is saved."""
     named = {id(module) for call in calls for module in call.modules}
     index_of = {key: index for index, key in enumerate(key for key in path_of if key in named)}
     rules: list[Rule] = []
@@ -116,7 +117,7 @@ def _joined(calls: Sequence[_Call], path_of: dict[int, str]) -> Rules:
 
 
 def _moved(rule: Rule, indices: Sequence[int], num_blocks: int, prefix: str) -> Rule:
-    """Say a rule of one call in the plan of all: by the numbers and paths that layers and modules have there."""
+    """Translate a rule of one call to the common plan, with the layer indices and module paths used there."""
     chosen = [
         index
         for place, index in enumerate(indices)
@@ -130,10 +131,10 @@ def _moved(rule: Rule, indices: Sequence[int], num_blocks: int, prefix: str) -> 
 
 
 def _agree(calls: Sequence[_Call]) -> bool:
-    """Tell whether calls can be one plan: those that share a block only add to what is recomputed there."""
+    """Return whether calls fit in one plan: calls that share a block may only add to what is recomputed there."""
     rules = [rule for call in calls for rule in call.mode.rules()]
     if any(isinstance(call.mode, CompilerBudget) for call in calls) or any(r.decision == "offload" for r in rules):
-        return False  # one is a setting of the compiler, the other has a store of its own
+        return False  # one is a compiler setting, the other has a store of its own
     if len({call.collectives for call in calls}) > 1:
         return False
     modules = [id(module) for call in calls for module in call.modules]
@@ -143,14 +144,14 @@ def _agree(calls: Sequence[_Call]) -> bool:
 
 
 def _common_root(calls: Sequence[_Call]) -> nn.Module | None:
-    """Return a module of those that were named which holds the blocks of all calls."""
+    """Return the module, among those named, that contains the blocks of all calls."""
     wanted = {id(module) for call in calls for module in (*call.modules, call.root())}
     roots = [root for call in reversed(calls) if (root := call.root()) is not None]
     return next((root for root in roots if wanted <= {id(module) for module in root.modules()}), None)
 
 
 def _keep(applied: Applied, calls: tuple[_Call, ...]) -> Applied:
-    """Remember what was applied, for the next call."""
+    """Record what was applied, for the next call."""
     record = _Record(calls, _with_blocks(applied, ()))
     record.handles.add(applied)
     for call in calls:
@@ -160,7 +161,7 @@ def _keep(applied: Applied, calls: tuple[_Call, ...]) -> Applied:
 
 
 def _handle(record: _Record) -> Applied:
-    """Return a handle of a plan that is applied."""
+    """Return a handle of an applied plan."""
     root = _common_root(record.calls)
     if root is None:
         raise ApplyError("the model that this plan was applied to is gone. Build it again.")
@@ -171,7 +172,7 @@ def _handle(record: _Record) -> Applied:
 
 
 def _renew(handles: Iterable[Applied], applied: Applied) -> None:
-    """Let the handles of earlier calls stand for the plan as it is now."""
+    """Make the handles of earlier calls refer to the current plan."""
     for handle in list(handles):
         vars(handle).update(vars(applied))
         for record in {id(r): r for r in map(_RECORDS.get, (b.module for b in _blocks(applied))) if r}.values():

@@ -1,6 +1,6 @@
-"""The operators that the newest prime-rl saves by default, and its way to name others. Imported from `compat.prime_rl`.
+"""The operators that the newest prime-rl saves by default, and its syntax for others. Imported from `compat.prime_rl`.
 
-What it always saves besides (`topk`, DeepEP's exchange, copies to the host) the tape never replays anyway.
+prime-rl always saves a few others too (`topk`, DeepEP's exchange, copies to the host); the tape never replays those.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEFAULT_SELECTIVE_TARGETS = DEFAULT_SELECTIVE_SAVE_NAMESPACES | DEFAULT_SELECTIV
 
 
 def operators_to_save(targets: Sequence[str] | None) -> list[str] | None:
-    """Translate targets that name operators or namespaces to selectors; None where they name parts of a layer.
+    """Translate targets that name operators or namespaces to selectors; None if they name parts of a layer.
 
     >>> operators_to_save(["aten::mm", "_c10d_functional"]), operators_to_save(["norm"])
     (['_c10d_functional.*', 'aten.mm'], None)
@@ -51,13 +51,13 @@ def operators_to_save(targets: Sequence[str] | None) -> list[str] | None:
     if mixed := sorted(given - named):
         raise ModeError(
             f"targets {', '.join(mixed)} are parts of a layer to recompute, and {', '.join(sorted(named))} are "
-            "operators to save. Give one kind."
+            "operators to save. Use only one kind."
         )
     selectors = {target: f"{target}.*" if "::" not in target else target.replace("::", ".") for target in named}
     known = {t: s for t, s in selectors.items() if s in installed or (s.endswith(".*") and t in namespaces)}
     if targets is not None and (lost := sorted(named - set(known))):
         raise ModeError(
-            f"targets {', '.join(lost)}: torch knows no such operator or namespace here. Import what registers them "
-            "first, or leave them out."
+            f"targets {', '.join(lost)}: torch has no such operator or namespace here. First import what registers "
+            "them, or leave them out."
         )
     return sorted(known.values())

@@ -11,7 +11,7 @@ from torch import nn
 
 from actmem.applying import Applied, Collectives
 from actmem.compat._calls import RuleMode, apply_once
-from actmem.compat._translating import ROUTER_GATE, check_options, selective, titan_layers
+from actmem.compat._translation import ROUTER_GATE, check_options, selective, titan_layers
 from actmem.errors import ModeError
 from actmem.modes import CompilerBudget, Full, SaveEverything
 
@@ -20,7 +20,7 @@ __all__ = ["ActivationCheckpoint", "apply_ac", "apply_to_layers"]
 
 @dataclass
 class ActivationCheckpoint:
-    """Hold the options of the older `apply_ac`, which takes torchtitan's own object of that form as well."""
+    """Options of the older `apply_ac`, which also accepts torchtitan's own object with the same fields."""
 
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
     selective_ac_option: str = "2"
@@ -43,18 +43,19 @@ def apply_ac(
     base_folder: str = "",
     collectives: Collectives = "recompute",
 ) -> Applied | None:
-    """Change a model as torchtitan's older config says; of the saved operators only `mm` alternates.
+    """Apply torchtitan's older config to a model; of the saved operators only `mm` alternates.
 
-    Without a save list nothing is saved, as there. A number n takes the layers n, 2n, 3n, ... of the whole model: the
-    names of the layers are their numbers, and a pipeline stage keeps them. `collectives` is that of `actmem.apply`.
+    Without a save list nothing is saved, as in torchtitan. A number n selects the layers n, 2n, 3n, ... of the whole
+    model: layers are named by their numbers, and a pipeline stage keeps these names. `collectives` is passed to
+    `actmem.apply`.
 
     Returns:
-        The handle; None where `model.layers` is empty.
+        The handle; None if `model.layers` is empty.
 
     Raises:
-        ModeError: a mode or option that is not known, or a memory budget for a model that is not compiled.
+        ModeError: a mode or option is not known, or a memory budget is set for a model that is not compiled.
     """
-    del use_flex_attn, base_folder  # see the docstring of compat.torchtitan; the folder was for a picture
+    del use_flex_attn, base_folder  # see the docstring of compat.torchtitan; the folder was for a plot
     option = ac_config.selective_ac_option
     mode: RuleMode
     if ac_config.mode == "full":
@@ -76,7 +77,7 @@ def apply_ac(
 
 
 def _every(distance: int, names: list[str] | None) -> RuleMode:
-    """Take every n-th layer, counted by the numbers that are their names, or else by their places."""
+    """Select every n-th layer, counted by the numbers in their names, or else by position."""
     usual = Full(every=distance, first=distance - 1)
     if names is None:
         return usual
@@ -84,8 +85,8 @@ def _every(distance: int, names: list[str] | None) -> RuleMode:
     places = [place for place, number in enumerate(numbers) if (number + 1) % distance == 0]
     if not places and names:
         warnings.warn(
-            f"selective_ac_option = '{distance}' takes every {distance}. layer of the whole model, and none of those "
-            f"is here ({', '.join(names)}): everything is saved.",
+            f"selective_ac_option = '{distance}' selects one in {distance} layers of the whole model, and none of "
+            f"those is here ({', '.join(names)}): everything is saved.",
             stacklevel=3,
         )
         return SaveEverything()
@@ -94,7 +95,7 @@ def _every(distance: int, names: list[str] | None) -> RuleMode:
 
 
 def apply_to_layers(model: nn.Module, mode: RuleMode, config: object, collectives: Collectives) -> Applied | None:
-    """Apply a mode to `model.layers`; None where that is empty."""
+    """Apply a mode to `model.layers`; return None if that is empty."""
     check_options(config)
     names = titan_layers(model)
     if names == []:

@@ -1,12 +1,11 @@
 """Activation offloading under the names of axolotl and TRL.
 
-There the manager is a pair of hooks with a table of tensors of its own. Here it is `actmem.offload`, and for
-`"hidden_states"` a plan of actmem. Only the mixin imports transformers, when it is asked for. See
-docs/compat_axolotl.md.
+In those systems the manager is a pair of hooks with its own table of tensors. Here it is `actmem.offload`, and an
+actmem plan for `"hidden_states"`. Only the mixin imports transformers, on first use. See docs/compat_axolotl.md.
 
 >>> import torch
 >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
->>> manager = get_act_offloading_ctx_manager(model, warn_if_no_head=False)  # on a CPU there is nowhere to go
+>>> manager = get_act_offloading_ctx_manager(model, warn_if_no_head=False)  # on a CPU there is nowhere to offload to
 >>> with manager:
 ...     model(torch.randn(16, 64)).sum().backward()
 >>> manager.ledger.out_bytes
@@ -61,22 +60,22 @@ def get_act_offloading_ctx_manager(
     directory: str | None = None,
     copy_cpu: bool = False,
 ) -> OffloadActivations:
-    """Return a context in which the activations of a model are offloaded, but those of its output head and the loss.
+    """Return a context in which a model's activations are offloaded, except those of its output head and the loss.
 
     Args:
         model: any module; the head is found through wrappers.
-        use_pin_memory: use page-locked host memory, where there is an accelerator.
-        use_streams: copy beside the computation. False copies in its line and keeps fewer activations on the device.
-        min_offload_size: smaller tensors stay, in bytes.
-        max_fwd_stash_size: how many activations may be on their way out at once; at least 1.
-        warn_if_no_head: whether to warn where no output head is found.
-        to: "disk" sends to a private file instead. Not in the other systems' function.
-        directory: where that file goes.
-        copy_cpu: copy what is on the CPU to other host memory too. That saves nothing; a test may want it.
+        use_pin_memory: use page-locked host memory, if there is an accelerator.
+        use_streams: overlap copies with computation. False does not, and keeps fewer activations on the device.
+        min_offload_size: size in bytes below which tensors are not offloaded.
+        max_fwd_stash_size: maximum number of activations in flight at once; at least 1.
+        warn_if_no_head: whether to warn if no output head is found.
+        to: "disk" offloads to a private file instead. Not in the other systems' function.
+        directory: directory of that file.
+        copy_cpu: copy tensors on the CPU to other host memory too. That saves nothing, but is useful in tests.
 
     Raises:
         ModeError: `max_fwd_stash_size` is below 1, or another argument has a value that is not permitted. It is a
-            ValueError, as there.
+            ValueError, as in TRL.
     """
     theirs = (use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size)
     manager = OffloadActivations(*theirs, to=to, directory=directory, copy_cpu=copy_cpu)
@@ -91,14 +90,14 @@ def get_lora_act_offloading_ctx_manager(
     max_fwd_stash_size: int = 5,
     warn_if_no_head: bool = True,
 ) -> OffloadActivations:
-    """Return the same for a model with adapters: `get_act_offloading_ctx_manager` makes no difference between them."""
+    """Do the same for a model with adapters: `get_act_offloading_ctx_manager` treats both alike."""
     return get_act_offloading_ctx_manager(
         model, use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size, warn_if_no_head
     )
 
 
 def __getattr__(name: str) -> Any:
-    """Import the mixin when it is asked for: it derives from transformers' Trainer, which is large, or not there."""
+    """Import the mixin on first use: it derives from transformers' Trainer, which is large and may not be installed."""
     if name != "ActivationOffloadingMixin":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -110,12 +109,12 @@ def __getattr__(name: str) -> Any:
 
 
 def from_config(path: str | Path) -> FromConfig:
-    """Read a configuration file of axolotl: what it says of checkpointing and of offloading activations.
+    """Read what an axolotl configuration file says about checkpointing and offloading activations.
 
     Returns:
-        What it becomes here: `mode` and `options` for `actmem.apply`, and notes. Print it.
+        The translation: `mode` and `options` for `actmem.apply`, and notes. Print it.
 
     Raises:
-        ModeError: the file cannot be read, or says something that is not known.
+        ModeError: the file cannot be read, or contains something unknown.
     """
     return read_config(path, "axolotl")

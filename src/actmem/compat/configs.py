@@ -1,4 +1,4 @@
-"""Read the configuration files of other systems: what they say about activations, and what that becomes here."""
+"""Read what the configuration files of other systems say about activations, and translate it to actmem."""
 
 from __future__ import annotations
 
@@ -11,16 +11,27 @@ from typing import Any, cast
 from torch import nn
 
 from actmem.compat._axolotl_checkpoints import WINDOWED, selective_mode
-from actmem.compat._configs_checking import checked, flag, known_keys, number, one_of, section, texts
 from actmem.compat._prime_rl_operators import operators_to_save
-from actmem.compat._translating import ROUTER_GATE, selective
+from actmem.compat._translation import ROUTER_GATE, selective
+from actmem.decision_rules import Rule
 from actmem.diagnosis import read_settings
 from actmem.errors import ModeError
 from actmem.modes import CompilerBudget, Full, Mode, OffloadActivations, Rules, Selective, Targets
-from actmem.plan import Rule
+from actmem.ops import did_you_mean
 from actmem.settings import Offload
 
-__all__ = ["SYSTEMS", "FromConfig", "read_config"]
+__all__ = [
+    "SYSTEMS",
+    "FromConfig",
+    "checked",
+    "flag",
+    "known_keys",
+    "number",
+    "one_of",
+    "read_config",
+    "section",
+    "texts",
+]
 
 _Found = Mapping[str, Any]
 _FLAG = re.compile(r"--activation[_-]checkpoint\.([\w-]+)(?:=|\s+)(\"[^\"]*\"|'[^']*'|[^\s\\]+)")
@@ -29,49 +40,49 @@ _OF_CHECKPOINT = ("use_reentrant", "preserve_rng_state", "determinism_check", "d
 
 @dataclass(frozen=True, kw_only=True)
 class FromConfig:
-    """What a configuration file becomes here. Print it."""
+    """A configuration file, translated to actmem. Print it."""
 
     system: str
-    """Whose file it is: one of `SYSTEMS`."""
+    """The system that the file belongs to: one of `SYSTEMS`."""
     said: Mapping[str, Any]
-    """What was read, by the names in the file."""
+    """The settings that were read, by their names in the file."""
     mode: Mode | None
-    """For `actmem.apply`. None: the file switches nothing on, and nothing is to be applied."""
+    """The mode for `actmem.apply`. None: the file switches nothing on, so there is nothing to apply."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Other arguments for `actmem.apply`."""
     notes: tuple[str, ...] = ()
-    """What is not as it was there, and what is not actmem's business."""
+    """What differs from the other system, and what actmem does not handle."""
 
     @property
     def line(self) -> str | None:
-        """The call that does it; None where nothing is to be applied."""
+        """The equivalent call; None if there is nothing to apply."""
         more = "".join(f", {name}={value!r}" for name, value in self.options.items())
         return None if self.mode is None else f"actmem.apply(model, actmem.{_written(self.mode)}{more})"
 
     def __str__(self) -> str:
         said = [f"  {name} = {value!r}" for name, value in self.said.items()] or ["  nothing about activations"]
         notes = [f"  {note}" for note in self.notes]
-        becomes = self.line or "nothing: plain training, nothing is applied"
+        becomes = self.line or "nothing to apply: plain training"
         return "\n".join([f"{self.system}:", *said, "here:", f"  {becomes}", *(["notes:", *notes] if notes else [])])
 
 
 def read_config(path: str | Path | None, system: str | None = None, arguments: Sequence[str] = ()) -> FromConfig:
-    """Read a file of one of the systems, which is recognised by what is in it.
+    """Read a configuration file; the system that it belongs to is recognised by its contents.
 
     Args:
-        path: a YAML, JSON or TOML file, or a script with torchtitan's flags; None where only flags are given.
-        system: whose file it must be.
-        arguments: flags of torchtitan, which win over the file.
+        path: a YAML, JSON or TOML file, or a script with torchtitan's flags; None if there are only flags.
+        system: the system that the file must belong to.
+        arguments: flags of torchtitan, which override the file.
 
     Raises:
-        ModeError: it cannot be read, is not recognised, or says something that is not known.
+        ModeError: the file cannot be read, is not recognised, or contains something unknown.
     """
     given: _Found = {} if path is None else _parsed(Path(path))
     if arguments:
         flags = _flags(" ".join(arguments))
         given = {**given, "activation_checkpoint": {**section(given, "activation_checkpoint"), **flags}}
     kind = _recognised(given)
-    name = f"{str(path)!r}" if path is not None else "what was given"
+    name = f"{str(path)!r}" if path is not None else "the configuration"
     if kind is None:
         raise ModeError(
             f"{name} is not recognised. Expected a configuration of {', '.join(SYSTEMS)}: axolotl's names a "
@@ -90,7 +101,7 @@ def _parsed(path: Path) -> _Found:
         return {"activation_checkpoint": found} if (found := _flags(path.read_text(encoding="utf-8"))) else {}
     except (OSError, ValueError) as error:
         raise ModeError(
-            f"config = {str(path)!r} cannot be read: {error}. Give a YAML, TOML or JSON file, or a script with flags."
+            f"config = {str(path)!r} cannot be read: {error}. Name a YAML, TOML or JSON file, or a script with flags."
         ) from error
 
 
@@ -138,19 +149,19 @@ def _axolotl(given: _Found) -> FromConfig:
             f"{'activation_offloading' if offload else 'selective_checkpointing'} needs gradient_checkpointing: true, "
             "there and here."
         )
-    notes = [f"{name}: there is no second run here; it has no meaning." for name in options]
+    notes = [f"{name}: has no meaning here, because no code runs twice." for name in options]
     place = _axolotls_place(offload) if offload else None
     if given.get("layer_offloading"):
-        notes.append("layer_offloading moves parameters, which is not actmem's business.")
+        notes.append("layer_offloading moves parameters, which actmem does not handle.")
     if chosen:
         mode = _axolotls_selection(chosen, offload, place)
     elif place is not None and given.get("adapter") and offload != "hidden_states":
         mode = OffloadActivations(**{name: getattr(place, name) for name in vars(place)})
-        notes.append("With an adapter axolotl recomputes nothing, and sends all activations.")
+        notes.append("With an adapter, axolotl recomputes nothing and offloads all activations.")
     else:
         mode = Full(offload_inputs=place) if switch else None
     if offload == "disk":
-        notes.append("There disk is the same as true; here it is a file: directory= says where.")
+        notes.append("In axolotl disk is the same as true; here it is a file: directory= says where.")
     return FromConfig(system="axolotl", said=said, mode=mode, notes=tuple(notes))
 
 
@@ -206,8 +217,8 @@ def _nemo(given: _Found) -> FromConfig:
     elif text in (True, "true", "on", "full", "enabled", "yes"):
         mode = Full()
         notes.append(
-            "Of most models NeMo checkpoints attention, feed-forward and norms one by one; Full recomputes the layer, "
-            "which holds less. compat.nemo.apply_submodule_checkpointing does as NeMo."
+            "In most models NeMo checkpoints attention, feed-forward and norms one by one; Full recomputes the layer, "
+            "which holds less. compat.nemo.apply_submodule_checkpointing does what NeMo does."
         )
     elif text == "selective":
         from actmem.compat import nemo
@@ -261,17 +272,17 @@ def _prime_rl(given: _Found) -> FromConfig:
             pin=flag("pin_memory", away, default=True),
             max_in_flight=number("max_inflight_activations", away, default=5),
         )
-        notes.append("There copies run in the line of the computation: use_streams=False does so here.")
+        notes.append("prime-rl does not overlap copies with computation: use_streams=False does the same here.")
     every = number("freq", table, default=1)
     mode: Mode
     if one_of("mode", table, (None, "full", "selective")) != "selective":
         mode = Full(every=every, offload_inputs=place)
         if every > 1 and place is not None:
-            notes.append("Layers that are not recomputed hold their activations here; there those are sent too.")
+            notes.append("Layers that are not recomputed hold their activations here; prime-rl offloads those too.")
     else:
         if table.get("targets") is None:
             notes.append(
-                "targets is left out: norm, as prime-rl had it first. Its newest version saves operators instead."
+                "targets is missing: norm, the default of older prime-rl. Its newest version saves operators instead."
             )
         mode = _prime_rls_targets(texts("targets", table.get("targets") or ["norm"]), every, place)
     return FromConfig(system="prime-rl", said=said, mode=mode, options={"collectives": "recompute"}, notes=tuple(notes))
@@ -306,7 +317,7 @@ def _torchtitan(given: _Found) -> FromConfig:
     meaningless = [name for name in _OF_TITAN[4:] if name in table]
     notes = [f"{name}: changes nothing here; see docs/compat_torchtitan.md." for name in meaningless]
     if "mode" not in table:
-        notes.append("mode is left out, and torchtitan takes selective, with every second layer.")
+        notes.append("mode is missing: torchtitan's default is selective, with every second layer.")
     mode: Mode | None = None
     if chosen == "full":
         mode = Full()
@@ -319,7 +330,7 @@ def _torchtitan(given: _Found) -> FromConfig:
         names = ["router" if name == ROUTER_GATE else f"*{name}*" for name in texts("forced", forced)]
         mode = cast(Selective, selective(nn.Module(), _OLDER_SAVED, alternate=("aten.mm",)))
         mode = replace(mode, force_recompute=names)
-        notes.append("The operators that its Llama saves; other models of torchtitan have lists of their own.")
+        notes.append("These are the operators that its Llama saves; other torchtitan models have their own lists.")
     elif chosen == "selective" and option.isdigit():
         every = max(int(option), 1)
         mode = Full(every=every, first=every - 1)
@@ -335,11 +346,70 @@ SYSTEMS: dict[str, Callable[[_Found], FromConfig]] = {
     "prime-rl": _prime_rl,
     "torchtitan": _torchtitan,
 }
-"""The systems whose files are understood."""
+"""The systems whose files can be read."""
 
 _MODULES = {"axolotl": "axolotl", "NeMo Automodel": "nemo", "prime-rl": "prime_rl", "torchtitan": "torchtitan"}
 
 
 def _written(mode: Mode) -> str:
-    """Write a mode so that it can be copied: names of actmem have the module in front."""
+    """Return a mode as code to copy, with actmem's names qualified by the module."""
     return re.sub(r"(?<![\w.'])(Offload|Rule|every_second)\(", r"actmem.\1(", repr(mode))
+
+
+def section(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a table inside a file; empty if it is missing, or only switched on.
+
+    Raises:
+        ModeError: it is not a table.
+    """
+    value = given.get(name)
+    if value is None or isinstance(value, bool):
+        return {}
+    if not isinstance(value, Mapping):
+        raise ModeError(f"{name} = {value!r} is not a table of settings by name.")
+    return cast("Mapping[str, Any]", value)
+
+
+def known_keys(name: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse a table with an unknown key."""
+    for key in table:
+        checked(f"a key of {name}", key, known)
+
+
+def checked(what: str, value: object, known: Sequence[object]) -> None:
+    """Refuse a value that is not among the known ones. True is not 1 here."""
+    if not any(value is k or (isinstance(k, str) and value == k) for k in known):
+        names = [k for k in known if isinstance(k, str)]
+        hint = did_you_mean(value, names) if isinstance(value, str) else ""
+        permitted = ", ".join(str(k).lower() if isinstance(k, bool) else str(k) for k in known if k is not None)
+        raise ModeError(f"{what}: {value!r} is not known. Permitted: {permitted}.{hint}")
+
+
+def one_of(name: str, given: Mapping[str, Any], known: Sequence[object]) -> Any:
+    """Return a value that is one of a few choices."""
+    checked(name, given.get(name), known)
+    return given.get(name)
+
+
+def flag(name: str, given: Mapping[str, Any], *, default: bool) -> bool:
+    """Return a value that is true or false."""
+    value = given.get(name, default)
+    if type(value) is not bool:
+        raise ModeError(f"{name} = {value!r} is not permitted. Write true or false.")
+    return value
+
+
+def number(name: str, given: Mapping[str, Any], *, default: int) -> int:
+    """Return an int of 1 or more."""
+    value = given.get(name, default)
+    if type(value) is not int or value < 1:
+        raise ModeError(f"{name} = {value!r} is not permitted. Expected a whole number of 1 or more.")
+    return value
+
+
+def texts(name: str, value: object) -> list[str]:
+    """Return a list of strings."""
+    items = cast("list[object]", value) if isinstance(value, list | tuple) else None
+    if items is None or not all(isinstance(item, str) and item for item in items):
+        raise ModeError(f"{name} = {value!r} is not a list of names.")
+    return cast("list[str]", list(items))

@@ -1,15 +1,15 @@
 """Selective, full and sub-module checkpointing of layer lists, under the names of NeMo Automodel.
 
-Layers are not wrapped here. What is in `layers`, and the model's tree and names, stay the same objects, so a list that
-a caller holds is right after the call as well. KV-shared models are done like all others, because no attention code
-runs a second time: `has_kv_sharing` changes nothing. Calls for different layers of one model add up. What tensor and
-sequence parallel gather is recomputed, as there: `collectives="save"` keeps it. NEMO_SELECTIVE_AC_TRACE=1 logs each
-operator's decision once. See docs/compat_nemo.md.
+Layers are not wrapped here. The modules in `layers`, and the model's tree and names, stay the same objects, so a list
+that a caller holds is still right after the call. KV-shared models are treated like all others, because no attention
+code runs a second time: `has_kv_sharing` changes nothing. Calls for different layers of one model add up. What tensor
+and sequence parallelism gather is recomputed, as in NeMo: `collectives="save"` saves it. NEMO_SELECTIVE_AC_TRACE=1 logs
+each operator's decision once. See docs/compat_nemo.md.
 """
 
 # ruff: noqa: F401
 # pyright: reportUnusedFunction=false, reportUnusedImport=false, reportPrivateUsage=false, reportUnknownVariableType=false
-# Names are handed on, also those with an underscore, for code that reads them in NeMo's module.
+# Names are re-exported, including those with an underscore, for code that reads them from NeMo's module.
 
 from __future__ import annotations
 
@@ -31,38 +31,34 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as _torc
 
 from actmem.applying import Applied, Collectives
 from actmem.compat._calls import RuleMode, apply_once
-from actmem.compat._nemo_contexts import (
+from actmem.compat._nemo_models import (
+    _ALTERNATING,
+    _SELECTIVE_AC_MATMUL_OPS,
+    _SELECTIVE_AC_TO_COPY_OP,
     Contexts,
+    _default_compute_intensive_ops,
+    _existing_ops,
+    _ffpa_forward_ops,
     _get_transformer_engine_attention_backend_cache,
+    _is_cuda_to_cpu_copy,
+    _replace_child_module,
+    _resolve_op_attr,
+    _resolve_torch_op,
     changes_nothing_here,
+    detect_kv_sharing_and_maybe_disable_cache,
     ensure_fsdp_ops_sac_ignored,
     ensure_profiler_ops_sac_ignored,
     ignore_sac_ops,
-    restored_cache,
-    sdpa_backend_snapshot_context_fn,
-)
-from actmem.compat._nemo_models import (
-    _replace_child_module,
-    detect_kv_sharing_and_maybe_disable_cache,
     is_selective_activation_checkpointing,
     layers_in_scope,
     normalize_activation_checkpointing_scope,
     parts_mode,
+    restored_cache,
+    save_ops,
+    sdpa_backend_snapshot_context_fn,
     unwrap_checkpoint_wrapper,
 )
-from actmem.compat._nemo_operators import (
-    _ALTERNATING,
-    _SELECTIVE_AC_MATMUL_OPS,
-    _SELECTIVE_AC_TO_COPY_OP,
-    _default_compute_intensive_ops,
-    _existing_ops,
-    _ffpa_forward_ops,
-    _is_cuda_to_cpu_copy,
-    _resolve_op_attr,
-    _resolve_torch_op,
-    save_ops,
-)
-from actmem.compat._translating import disable_lru_cache, install_note, selective
+from actmem.compat._translation import disable_lru_cache, install_note, selective
 from actmem.compat.configs import FromConfig, read_config
 from actmem.errors import ApplyError, ModeError
 from actmem.modes import Full
@@ -72,13 +68,13 @@ logger = logging.getLogger(__name__)
 _decisions = logging.getLogger("actmem.decisions")
 
 SELECTIVE_AC_WRAPPER_FLAG = "_nemo_selective_ac"
-"""The attribute that is True on a layer under selective checkpointing: on the layer itself, as it has no wrapper."""
+"""The attribute that is True on a layer under selective checkpointing; on the layer itself, as there is no wrapper."""
 _SELECTIVE_AC_TRACE = os.environ.get("NEMO_SELECTIVE_AC_TRACE", "0").lower() not in ("0", "", "false", "no")
 _SELECTIVE_AC_TRACE_SEEN: set[str] = set()
 
 
 def _build_selective_ac_save_ops() -> frozenset[Any]:
-    """Return the operators whose results are saved; of those in `_SELECTIVE_AC_MATMUL_OPS`, every second."""
+    """Return the operators whose results are saved; for those in `_SELECTIVE_AC_MATMUL_OPS`, every second result."""
     return save_ops(_ffpa_forward_ops())
 
 
@@ -95,10 +91,10 @@ def apply_selective_checkpointing_to_layers(
     enable_compile: bool = False,
     collectives: Collectives = "recompute",
 ) -> Applied | None:
-    """Change whole layers so that they save what is expensive, of matrix products every second, and recompute the rest.
+    """Change layers to save expensive operators and every second matrix product, and to recompute the rest.
 
     Raises:
-        ApplyError: one of the layers is not in the model, or another plan is applied to it.
+        ApplyError: a layer is not in the model, or another plan is applied to it.
     """
     del has_kv_sharing  # see the module's docstring
     if enable_compile:
@@ -121,10 +117,10 @@ def apply_selective_activation_checkpointing(
     activation_checkpointing_scope: object = "all",
     collectives: Collectives = "recompute",
 ) -> Applied | None:
-    """Find the layers of a model, those of the towers in the scope, and do the selective form to them.
+    """Find the layers of a model, in the towers of the scope, and apply selective checkpointing to them.
 
-    The scope is "all", or out of "language", "vision", "audio" and "multimodal" (the last two together). Frozen layers
-    are left out, as there. None comes back, and a warning is logged, where nothing is left.
+    The scope is "all", or some of "language", "vision", "audio" and "multimodal" (vision and audio together). Frozen
+    layers are skipped, as in NeMo. If no layer remains, None is returned and a warning is logged.
     """
     layers = layers_in_scope(model, normalize_activation_checkpointing_scope(activation_checkpointing_scope))
     if not layers:
@@ -139,7 +135,7 @@ def apply_selective_activation_checkpointing(
 def apply_full_layer_checkpointing_to_layers(
     model: nn.Module, layers: list[nn.Module], *, collectives: Collectives = "recompute"
 ) -> Applied | None:
-    """Change whole layers so that they recompute everything."""
+    """Change layers to recompute everything."""
     return _apply(model, layers, Full(), collectives)
 
 
@@ -150,22 +146,22 @@ def apply_submodule_checkpointing(
     context_fn: Callable[[], Any] | None = sdpa_backend_snapshot_context_fn,
     collectives: Collectives = "recompute",
 ) -> list[Applied]:
-    """Change layers so that they recompute what is in their attention, feed-forward and norms, and save the rest.
+    """Change layers to recompute their attention, feed-forward and norms, and to save the rest.
 
-    A layer that has none of these is passed over, and logged.
+    A layer that has none of these is skipped, and logged.
 
     Raises:
-        ModeError: a `context_fn` other than NeMo's snapshots is given: there is no second run for it to enclose.
+        ModeError: a `context_fn` other than NeMo's snapshots is given: there is no second run to wrap it around.
     """
     del has_kv_sharing  # see the module's docstring
     if not changes_nothing_here(context_fn):
         raise ModeError(
             f"context_fn = {context_fn!r} has no meaning here: no code runs twice. Leave it out; attention is replayed "
-            "as it ran."
+            "exactly as it ran."
         )
     modes = [parts_mode(layer) for layer in layers]  # all, before the first is changed
     for layer in (layer for layer, mode in zip(layers, modes, strict=True) if mode is None):
-        logger.warning("%s has no part of a known name, and is left alone", type(layer).__name__)
+        logger.warning("%s has no part with a known name, and is left unchanged", type(layer).__name__)
     return [
         apply_once(layer, mode, blocks=".", collectives=collectives)
         for layer, mode in zip(layers, modes, strict=True)
@@ -176,10 +172,10 @@ def apply_submodule_checkpointing(
 def transformer_engine_attention_backend_snapshot_context_fn(
     context_fn: Callable[[], Contexts] | None = None,
 ) -> Contexts:
-    """Return contexts of which the second brings back the attention that Transformer Engine chose, if it is installed.
+    """Return two contexts; the second restores the attention that Transformer Engine chose, if it is installed.
 
     Args:
-        context_fn: what else to bring back, such as `sdpa_backend_snapshot_context_fn`.
+        context_fn: what else to restore, such as `sdpa_backend_snapshot_context_fn`.
     """
     first, second = (nullcontext(), nullcontext()) if context_fn is None else context_fn()
     cache = _get_transformer_engine_attention_backend_cache()
@@ -187,12 +183,12 @@ def transformer_engine_attention_backend_snapshot_context_fn(
 
 
 def make_selective_checkpoint_context_fn() -> Callable[[], Any]:
-    """Return a `context_fn` with this policy for torch.utils.checkpoint, which then recomputes, not actmem."""
+    """Return a `context_fn` with this policy for torch.utils.checkpoint, which then recomputes instead of actmem."""
     ensure_profiler_ops_sac_ignored()
     ensure_fsdp_ops_sac_ignored()
 
     def contexts() -> Any:
-        num_products = {False: 0, True: 0}  # forward and recompute are counted apart
+        num_products = {False: 0, True: 0}  # forward and recompute are counted separately
 
         def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             alternating = func in _SELECTIVE_AC_MATMUL_OPS
@@ -211,7 +207,7 @@ def make_selective_checkpoint_context_fn() -> Callable[[], Any]:
 def _apply(model: nn.Module, layers: list[nn.Module], mode: RuleMode, collectives: Collectives) -> Applied | None:
     path_of = {id(module): path for path, module in named_modules(model)}
     if lost := [index for index, layer in enumerate(layers) if id(layer) not in path_of]:
-        raise ApplyError(f"layers {lost} are not in this {type(model).__name__}. Give layers of the model.")
+        raise ApplyError(f"layers {lost} are not in this {type(model).__name__}. Pass layers of the model.")
     if not layers:
         logger.warning("the list of layers is empty: nothing is changed")
         return None
@@ -232,7 +228,7 @@ def _trace(op: str, verdict: str, *, is_recompute: bool = False) -> None:
 
 
 class _Trace(logging.Filter):
-    """Hand the engine's decisions on to the trace. They go on to other handlers only if they did before."""
+    """Pass the engine's decisions on to the trace. They reach other handlers only if they did before."""
 
     def __init__(self, *, passing: bool) -> None:
         super().__init__()
@@ -252,9 +248,9 @@ def from_config(path: str | Path) -> FromConfig:
     """Read a configuration file of NeMo Automodel: `distributed.activation_checkpointing` and its scope.
 
     Returns:
-        What it becomes here: `mode` and `options` for `actmem.apply`, and notes. Print it.
+        The translation: `mode` and `options` for `actmem.apply`, and notes. Print it.
 
     Raises:
-        ModeError: the file cannot be read, or says something that is not known.
+        ModeError: the file cannot be read, or contains something unknown.
     """
     return read_config(path, "NeMo Automodel")

@@ -1,8 +1,8 @@
 """Checkpoint targets under prime-rl's names.
 
-There a target is a hook that a model's author must write. Here it is found in unmodified models, so nearly every layer
-kind can be selective. What tensor and sequence parallel gather is recomputed with it, as there: `collectives="save"`
-keeps it. See docs/compat_prime_rl.md.
+In prime-rl a target is a hook that the author of a model must write. Here it is found in unmodified models, so nearly
+every kind of layer can be selective. What tensor and sequence parallelism gather is recomputed too, as in prime-rl:
+`collectives="save"` saves it. See docs/compat_prime_rl.md.
 
 >>> layer = nn.TransformerEncoderLayer(8, 2, 16)
 >>> sorted(get_supported_targets(layer))
@@ -32,10 +32,10 @@ from actmem.compat._prime_rl_operators import (
     operators_to_save,
 )
 from actmem.compat.configs import FromConfig, read_config
+from actmem.decision_rules import Rule
 from actmem.errors import ModeError
 from actmem.modes import Full, Rules, Selective, Targets
 from actmem.ops import did_you_mean
-from actmem.plan import Rule
 from actmem.structure import Block, find_blocks, find_roles, layer_type, roles
 
 __all__ = [
@@ -58,33 +58,33 @@ __all__ = [
 SELECTIVE_AC_TARGETS = frozenset(
     {"norm", "attn_proj", "mlp", "mla_up_proj", "routed_experts", "moe_act", "linear_attn"}
 )
-"""The targets of prime-rl, as parts of a layer to recompute. actmem has more: `actmem.Targets`."""
+"""The targets of prime-rl: parts of a layer to recompute. actmem has more: `actmem.Targets`."""
 
 _SLIDING = "sliding_attention"
 _ROUTES = ("tokens_per_expert", "_run_routed_experts", "run_experts_for_torch_a2a", "run_experts_for_deepep")
-"""What only the feed-forward part of a mixture of experts has there."""
+"""Targets that, in prime-rl, only the feed-forward part of a mixture of experts has."""
 
 
 @dataclass
 class ActivationCheckpointConfig:
-    """Say what to recompute. The config itself means full; None in its place means off, here and in `apply_ac`.
+    """What to recompute. Without arguments it means full; None instead of a config means off, here and in `apply_ac`.
 
-    `targets` are parts of a layer to recompute, as prime-rl had them first, or operators to save, as it has them now:
-    `"aten::mm"`, or a namespace such as `"flash_attn"`; None stands for its default list of those.
+    `targets` are parts of a layer to recompute, as in older prime-rl, or operators to save, as in newer: `"aten::mm"`,
+    or a namespace such as `"flash_attn"`; None means prime-rl's default list of operators.
 
     >>> print(ActivationCheckpointConfig(mode="selective", targets=["norm", "mlp", "norm"]).resolved())
     mode = selective, freq = 1, targets = norm, mlp
 
     Raises:
-        ModeError: `freq` is below 1, `mode` unknown, or no target is given for selective.
+        ModeError: `freq` is below 1, `mode` is unknown, or selective has no target.
     """
 
     mode: Literal["full", "selective"] = "full"
     """`full` recomputes whole blocks, `selective` the targets in them."""
     freq: int = 1
-    """Every how many-th layer, beginning with the first."""
+    """Stride of the layers it applies to, starting with the first."""
     targets: list[str] | None = field(default_factory=lambda: ["norm"])
-    """What `selective` recomputes, or which operators it saves. Full takes no notice of it."""
+    """What `selective` recomputes, or which operators it saves. `full` ignores it."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("full", "selective"):
@@ -97,33 +97,33 @@ class ActivationCheckpointConfig:
         if given is None:
             return
         if isinstance(given, str) or not isinstance(given, Sequence):
-            raise ModeError(f"targets = {given!r} is no list. Write targets=['norm'].")
+            raise ModeError(f"targets = {given!r} is not a list. Write targets=['norm'].")
         self.targets = list(dict.fromkeys(cast(Sequence[str], given)))
         if self.mode == "selective" and not self.targets:
             raise ModeError("targets is empty. Selective needs at least one: write targets=['norm'].")
 
     def resolved(self) -> str:
-        """Return everything that is in force, defaults included, as one line."""
+        """Return all effective settings, including defaults, as one line."""
         targets = "default operators" if self.targets is None else ", ".join(self.targets) or "none"
         return f"mode = {self.mode}, freq = {self.freq}, targets = {targets}"
 
 
 def get_supported_targets(layer: nn.Module) -> frozenset[str]:
-    """List the targets that a layer has, and `norm` always, as there: a layer without norms passes it over."""
+    """Return the targets that a layer has, and always `norm`, as in prime-rl: a layer without norms ignores it."""
     return _Layer(layer).supported | {"norm"}
 
 
 def supports_selective_activation_checkpointing(layer: nn.Module) -> bool:
-    """Tell whether a layer has any target. In prime-rl only its own model classes do."""
+    """Return whether a layer has any target. In prime-rl only its own model classes do."""
     return bool(_Layer(layer).supported)
 
 
 def set_selective_activation_checkpointing(
     layer: nn.Module, targets: Iterable[str], *, collectives: Collectives = "recompute"
 ) -> Applied | None:
-    """Change one layer so that it recomputes these targets. Those that it does not have are passed over, as there.
+    """Change one layer to recompute these targets. Targets that it does not have are ignored, as in prime-rl.
 
-    The same call again does nothing; other targets are added to those before. `collectives` is that of `actmem.apply`.
+    Repeating the call does nothing; other targets are added to earlier ones. `collectives` is passed to `actmem.apply`.
 
     Raises:
         ModeError: a target is not known.
@@ -136,12 +136,12 @@ def set_selective_activation_checkpointing(
 def apply_ac(
     model: nn.Module, ac_config: ActivationCheckpointConfig | None, *, collectives: Collectives = "recompute"
 ) -> Applied | None:
-    """Change a model as the config says. None changes nothing. `collectives` is that of `actmem.apply`.
+    """Apply a config to a model. None changes nothing. `collectives` is passed to `actmem.apply`.
 
-    A selected layer without any target is recomputed as a whole, with a warning, as there.
+    A selected layer without any target is recomputed as a whole, with a warning, as in prime-rl.
 
     Raises:
-        ModeError: a target that none of the selected layers has; the message lists those that they have.
+        ModeError: none of the selected layers has one of the targets; the message lists the targets that they have.
     """
     if ac_config is None:
         return None
@@ -156,7 +156,7 @@ def apply_ac(
     if missing := [name for name in names if name not in supported]:
         raise ModeError(
             f"targets {', '.join(missing)}: none of the {len(chosen)} selected layers has them. "
-            f"Supported there: {', '.join(sorted(supported)) or 'none'}."
+            f"Those layers have: {', '.join(sorted(supported)) or 'none'}."
         )
     mode = _mode(names, chosen, every=ac_config.freq)
     if bare := [layer for layer in chosen if not layer.supported]:
@@ -171,7 +171,7 @@ def apply_ac(
 
 
 def get_activation_checkpoint_wrapper(config: ActivationCheckpointConfig) -> Callable[[nn.Module], nn.Module]:
-    """Return a function that changes one layer as the config says, and returns the layer itself: there is no wrapper.
+    """Return a function that applies the config to one layer, and returns the layer itself: there is no wrapper.
 
     >>> layer = get_activation_checkpoint_wrapper(ActivationCheckpointConfig())(nn.Linear(2, 2))
     """
@@ -189,7 +189,7 @@ def get_activation_checkpoint_wrapper(config: ActivationCheckpointConfig) -> Cal
 
 @dataclass
 class ActivationOffloadingConfig:
-    """Say how to offload what autograd saves. None in its place means off.
+    """How to offload the tensors that autograd saves. None instead of a config means off.
 
     Raises:
         ModeError: `max_inflight_activations` is below 1.
@@ -198,7 +198,7 @@ class ActivationOffloadingConfig:
     pin_memory: bool = True
     """Use page-locked host memory."""
     max_inflight_activations: int = 5
-    """How many activations may be on their way at a time."""
+    """Maximum number of activations in flight at once."""
 
     def __post_init__(self) -> None:
         if type(self.max_inflight_activations) is not int or self.max_inflight_activations < 1:
@@ -211,10 +211,10 @@ class ActivationOffloadingConfig:
 def maybe_activation_offloading(
     config: ActivationOffloadingConfig | None, model: nn.Module | None = None
 ) -> AbstractContextManager[Any]:
-    """Return a context that offloads what autograd saves in it, or one that does nothing, for None.
+    """Return a context that offloads what autograd saves in it; for None, one that does nothing.
 
-    There no model is given, and parameters are told from activations by their class. Here the model is needed. One on
-    the CPU has its activations in host memory already: nothing is sent.
+    prime-rl takes no model, and tells parameters from activations by their class. Here the model is required. The
+    activations of a model on the CPU are in host memory already: nothing is offloaded.
 
     >>> with maybe_activation_offloading(ActivationOffloadingConfig(), nn.Linear(2, 2)):
     ...     pass
@@ -236,8 +236,8 @@ def maybe_activation_offloading(
 class _Layer:
     """A layer, and which targets it has.
 
-    Targets are found by what modules are. Besides, the names that prime-rl's own models must use are believed, so that
-    a toy layer without weights, as its tests have them, has targets too.
+    Targets are found from the modules themselves. In addition, the names that prime-rl's own models must use are
+    trusted, so that a toy layer without weights, as in its tests, has targets too.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class _Layer:
         self.roles = roles(module) if found is None else found
         self.is_sliding = layer_type(module) == _SLIDING and "attention" in self.roles
         self.named = self._named()
-        """Targets that only a name tells of: their child modules."""
+        """Targets that are known by name only: their child modules."""
         more = {"moe_act": "routed_experts" in self.roles, "linear_attn": self.is_sliding}
         names = {*self.roles, *self.named, *(name for name, there in more.items() if there)}
         self.supported = SELECTIVE_AC_TARGETS & names
@@ -276,7 +276,7 @@ def _known(targets: Iterable[str]) -> list[str]:
 
 
 def _mode(names: list[str], layers: list[_Layer], every: int = 1) -> Rules | Targets:
-    """Translate; `linear_attn` also means the attention of layers that see a sliding window."""
+    """Translate targets to rules; `linear_attn` includes the attention of sliding-window layers."""
     sliding = "linear_attn" in names and any(layer.is_sliding for layer in layers)
     named = [(layer, layer.named[name]) for layer in layers for name in names if name in layer.named]
     if not sliding and not named:
@@ -291,12 +291,12 @@ def _mode(names: list[str], layers: list[_Layer], every: int = 1) -> Rules | Tar
 
 
 def from_config(path: str | Path) -> FromConfig:
-    """Read a configuration file of prime-rl: `[model.ac]` and `[model.ac_offloading]`, or those of `[trainer.model]`.
+    """Read a configuration file of prime-rl: `[model.ac]` and `[model.ac_offloading]`, also under `[trainer.model]`.
 
     Returns:
-        What it becomes here: `mode` and `options` for `actmem.apply`, and notes. Print it.
+        The translation: `mode` and `options` for `actmem.apply`, and notes. Print it.
 
     Raises:
-        ModeError: the file cannot be read, or says something that is not known.
+        ModeError: the file cannot be read, or contains something unknown.
     """
     return read_config(path, "prime-rl")

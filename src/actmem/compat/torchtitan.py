@@ -1,12 +1,12 @@
-"""Activation checkpointing under torchtitan's names: the newer classes, and the function and config before them.
+"""Activation checkpointing under torchtitan's names: the newer classes, and the older function and config.
 
-Blocks are those of `model.layers`, as there; found, where a model has none. Options of torch's checkpoint that change
-nothing here: `preserve_rng_state` (random operators are always replayed under their recorded state), `early_stop` (only
-what backward asks for is ever replayed), `determinism_check` (there is no second run to compare),
-`model_compile_enabled` and `use_flex_attn` (a block is one region, compiled or not, and what is compiled inside stays
-so). `debug=True` compares every replayed value with a checksum. `visualize_memory_budget_pareto=True` raises, because
-it would do nothing. What tensor and sequence parallel gather is recomputed, as there: `collectives="save"` keeps it.
-See docs/compat_torchtitan.md.
+The blocks are those of `model.layers`, as in torchtitan; if a model has none, they are found. Options of torch's
+checkpoint that change nothing here: `preserve_rng_state` (random operators are always replayed under their recorded
+state), `early_stop` (only what backward needs is ever replayed), `determinism_check` (there is no second run to
+compare), `model_compile_enabled` and `use_flex_attn` (a block is one region, compiled or not, and what is compiled
+inside stays compiled). `debug=True` compares every replayed value with a checksum.
+`visualize_memory_budget_pareto=True` raises, because it would do nothing. What tensor and sequence parallelism gather
+is recomputed, as in torchtitan: `collectives="save"` saves it. See docs/compat_torchtitan.md.
 
 >>> SelectiveAC.Config().build().config.force_recompute_mm_shapes_by_fqns
 ['moe.router.gate']
@@ -25,7 +25,7 @@ from torch import nn
 from actmem.applying import Applied, Collectives
 from actmem.compat._calls import RuleMode
 from actmem.compat._torchtitan_older import ActivationCheckpoint, apply_ac, apply_to_layers
-from actmem.compat._translating import ROUTER_GATE, disable_lru_cache, resolved, selective
+from actmem.compat._translation import ROUTER_GATE, disable_lru_cache, resolved, selective
 from actmem.compat.configs import FromConfig, read_config
 from actmem.modes import CompilerBudget, Full
 from actmem.ops import GROUPS
@@ -50,7 +50,7 @@ _OPS = (
     *("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_to_all_single"),
     *("deepep.dispatch", "deepep.combine", "hybridep.dispatch", "hybridep.combine"),
 )
-"""What torchtitan saves besides torch's compute-intensive operators. What is not installed is passed over."""
+"""What torchtitan saves in addition to torch's compute-intensive operators. What is not installed is skipped."""
 
 
 def _get_default_save_ops() -> set[Any]:
@@ -65,11 +65,11 @@ _disable_dynamo_lru_cache = disable_lru_cache
 
 
 class ActivationCheckpointing:
-    """Be the base of the policies: built from a nested `Config`, applied with `apply(model)`."""
+    """Base of the policies: built from a nested `Config`, applied with `apply(model)`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """Hold the options that all policies share. The module's docstring says what they mean here."""
+        """Options that all policies share. The module's docstring says what they mean here."""
 
         preserve_rng_state: bool = True
         determinism_check: str = "default"
@@ -77,7 +77,7 @@ class ActivationCheckpointing:
         _owner: ClassVar[Any] = None
 
         def build(self, **kwargs: Any) -> Any:
-            """Make the policy whose `Config` this is; `dump_folder` is accepted."""
+            """Create the policy that this `Config` belongs to; `dump_folder` is accepted and ignored."""
             return self._owner(config=replace(self), **kwargs)
 
         def to_dict(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class ActivationCheckpointing:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "Config" not in vars(cls):  # so that Config().build() of a subclass makes that subclass
+        if "Config" not in vars(cls):  # so that Config().build() of a subclass creates that subclass
             cls.Config = dataclass(kw_only=True, slots=True)(type("Config", (cls.Config,), {}))
         cls.Config._owner = cls  # pyright: ignore[reportPrivateUsage] # as torchtitan wires it
 
@@ -95,15 +95,15 @@ class ActivationCheckpointing:
         self.dump_folder = dump_folder
 
     def apply(self, model: nn.Module, *, collectives: Collectives = "recompute") -> Applied | None:
-        """Change every block of the model as the policy says.
+        """Apply the policy to every block of the model.
 
         Returns:
-            The handle, where torchtitan returns nothing. None if `model.layers` is empty, as in a stage without layers.
+            The handle; torchtitan returns nothing. None if `model.layers` is empty, as in a stage without layers.
         """
         return apply_to_layers(model, self._mode(model), self.config, collectives)
 
     def _mode(self, model: nn.Module) -> RuleMode:
-        raise NotImplementedError(f"{type(self).__name__} is no policy. Use FullAC, SelectiveAC or MemoryBudgetAC.")
+        raise NotImplementedError(f"{type(self).__name__} is not a policy. Use FullAC, SelectiveAC or MemoryBudgetAC.")
 
 
 class FullAC(ActivationCheckpointing):
@@ -111,26 +111,27 @@ class FullAC(ActivationCheckpointing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        """Take the shared options only."""
+        """The shared options only."""
 
-    def _mode(self, model: nn.Module) -> RuleMode:  # noqa: ARG002 - others look names up in it
+    def _mode(self, model: nn.Module) -> RuleMode:  # noqa: ARG002 - other policies look names up in it
         return Full()
 
 
 class SelectiveAC(ActivationCheckpointing):
-    """Save what `get_save_ops` names, of `mm` and `linear` every second one, and recompute the rest."""
+    """Save the operators of `get_save_ops`, but only every second `mm` and `linear`; recompute the rest."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        """Name the modules whose matrix products are always recomputed and not counted.
+        """The modules whose matrix products are always recomputed and not counted.
 
-        A name is part of a module's path. It means the products in that module, not all of the same shape, as there.
+        A name is part of a module's path. It selects the products in that module, not all products of the same shape as
+        in torchtitan.
         """
 
         force_recompute_mm_shapes_by_fqns: list[str] = field(default_factory=lambda: [ROUTER_GATE])
 
     def get_save_ops(self) -> set[Any]:
-        """Return what to save. Override it; operators of `torch.ops` and selectors of actmem may stand side by side."""
+        """Return what to save. Override it; operators of `torch.ops` and actmem selectors may be mixed."""
         return _get_default_save_ops()
 
     def _mode(self, model: nn.Module) -> RuleMode:
@@ -139,27 +140,27 @@ class SelectiveAC(ActivationCheckpointing):
 
 
 class MemoryBudgetAC(ActivationCheckpointing):
-    """Leave the choice to torch.compile: `actmem.CompilerBudget`, whose docstring lists what is wrong with it."""
+    """Leave the choice to torch.compile: `actmem.CompilerBudget`, whose docstring lists its defects."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        """Set the compiler's fraction. The picture is not drawn here: True raises."""
+        """The compiler's fraction. The plot is not supported here: True raises."""
 
         memory_budget: float = 0.5
         visualize_memory_budget_pareto: bool = False
 
-    def _mode(self, model: nn.Module) -> RuleMode:  # noqa: ARG002 - others look names up in it
+    def _mode(self, model: nn.Module) -> RuleMode:  # noqa: ARG002 - other policies look names up in it
         return CompilerBudget(cast(MemoryBudgetAC.Config, self.config).memory_budget)
 
 
 ActivationCheckpointConfig = ActivationCheckpoint
-"""The older config, by the name that it had last."""
+"""The older config, under its last name."""
 ActivationCheckpointingConfig = SelectiveAC.Config | FullAC.Config | MemoryBudgetAC.Config | None
-"""What a trainer's field for the policy holds. None: no checkpointing."""
+"""The type of a trainer's field for the policy. None: no checkpointing."""
 
 
 def from_config(path: str | Path | None = None, arguments: Sequence[str] = ()) -> FromConfig:
-    """Read the section `activation_checkpoint` of a TOML file of torchtitan, or its flags.
+    """Read the section `activation_checkpoint` of a torchtitan TOML file, or its flags.
 
     >>> found = from_config(arguments=["--activation_checkpoint.mode=selective"])
     >>> found.line
@@ -167,12 +168,12 @@ def from_config(path: str | Path | None = None, arguments: Sequence[str] = ()) -
 
     Args:
         path: the TOML file, or a script with flags.
-        arguments: flags, which win over the file.
+        arguments: flags, which override the file.
 
     Returns:
-        What it becomes here: `mode` and `options` for `actmem.apply`, and notes. Print it.
+        The translation: `mode` and `options` for `actmem.apply`, and notes. Print it.
 
     Raises:
-        ModeError: the file cannot be read, or says something that is not known.
+        ModeError: the file cannot be read, or contains something unknown.
     """
     return read_config(path, "torchtitan", arguments)

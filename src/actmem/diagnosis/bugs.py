@@ -1,4 +1,4 @@
-"""Known defects of other libraries, by version, and when they matter."""
+"""Known defects of other libraries: affected versions, and the settings under which they matter."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["BUGS", "Bug", "is_before", "known_bugs", "version_of"]
 
 @dataclass(frozen=True)
 class Bug:
-    """A defect, the versions that have it, and the settings under which it matters."""
+    """A defect, the versions affected, and the settings under which it matters."""
 
     package: str
     fixed: str | None
-    """The first version without it; None if none is known."""
+    """The first version that fixes it; None if none is known."""
     severity: Severity
     matters: Callable[[Case], str | None]
-    """Says what was found, or None."""
+    """Returns a description of what was found, or None if the defect does not matter in this case."""
     why: str
     change: str
     actmem: str
@@ -57,10 +57,10 @@ BUGS: tuple[Bug, ...] = (
         "2.13",
         "problem",
         _sharded_inputs,
-        "FSDP2 of this torch does not cast the inputs again in recomputation: “have different metadata”, bfloat16 "
-        "against float32 (https://github.com/pytorch/pytorch/issues/159359).",
+        "In this version of torch, FSDP2 does not cast the inputs again during recomputation: “have different "
+        "metadata”, bfloat16 against float32 (https://github.com/pytorch/pytorch/issues/159359).",
         "Use torch 2.13 or newer, or wrap for checkpointing before fully_shard.",
-        "actmem needs torch 2.13, and replays the casts that ran.",
+        "actmem requires torch 2.13, and replays the casts that ran.",
     ),
     Bug(
         "torch",
@@ -69,24 +69,24 @@ BUGS: tuple[Bug, ...] = (
         _rrelu,
         "RReLU gives wrong gradients under non-reentrant checkpointing, without an error "
         "(https://github.com/pytorch/pytorch/issues/193671, open).",
-        "Use LeakyReLU there, or leave that block out.",
-        "Replayed with the numbers that were drawn: gradients are exact.",
+        "Use LeakyReLU there, or do not checkpoint that block.",
+        "Replayed with the same random numbers: gradients are exact.",
     ),
     Bug(
         "torch",
         None,
         "problem",
         _compiler_budget,
-        "Below 1.0 torch.compile's budget may draw dropout masks anew in backward: wrong gradients, without an error "
+        "Below 1.0, torch.compile's budget may draw new dropout masks in backward: wrong gradients, without an error "
         "(https://github.com/pytorch/pytorch/issues/190758, open).",
         "Write CompilerBudget(1.0), or use another mode.",
-        "actmem.Budget('20GiB') keeps a number of bytes and every mask.",
+        "actmem.Budget('20GiB') is a budget in bytes and preserves every mask.",
     ),
 )
 
 
 def known_bugs(case: Case) -> Iterator[Finding]:
-    """Look for defects that the versions in use have, and that matter here."""
+    """Look for defects in the installed versions that matter for this model and these settings."""
     for bug in BUGS:
         installed = version_of(case, bug.package)
         if installed is None or (bug.fixed is not None and not is_before(installed, bug.fixed)):
@@ -103,7 +103,7 @@ def known_bugs(case: Case) -> Iterator[Finding]:
 
 
 def version_of(case: Case, package: str) -> str | None:
-    """Return the version of a package, as given or as installed; None if it is neither."""
+    """Return the version of a package, as given or else as installed; None if it is not installed."""
     if package in case.versions:
         return case.versions[package]
     try:
@@ -113,7 +113,7 @@ def version_of(case: Case, package: str) -> str | None:
 
 
 def is_before(left: str, right: str) -> bool:
-    """Compare the numbers of two versions.
+    """Whether one version is older than another.
 
     >>> is_before("2.12.1", "2.13"), is_before("2.13.0+cpu", "2.13"), is_before("0.19.2", "0.19.2")
     (True, False, False)

@@ -1,4 +1,4 @@
-"""Checks of settings against each other: two that recompute, forms that do not go together, blocks that do nothing."""
+"""Checks for conflicting settings: recomputation enabled twice, incompatible options, blocks that have no effect."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _LAST_WITHOUT_FIX = "0.19.2"
 
 
 def recomputing_twice(case: Case) -> Iterator[Finding]:
-    """Look for two that recompute."""
+    """Look for recomputation that is enabled twice."""
     asked = {SWITCH: case.setup.checkpointing, WRAPPER: case.setup.fsdp_checkpointing}
-    # What is in the model already is what the settings ask for, where they do.
+    # If the settings ask for recomputation, what is in the model already comes from them and counts once.
     there = {region.by: f"{region.by} at {region.path or 'the model itself'}" for region in case.regions}
     both = [place for by in (SWITCH, WRAPPER) if (place := asked[by] or there.get(by))]
     if len(both) > 1:
@@ -34,33 +34,32 @@ def recomputing_twice(case: Case) -> Iterator[Finding]:
             check="recomputing-twice",
             severity="problem",
             found=" and ".join(both),
-            why="Each block would be recomputed inside a recomputation; transformers' Trainer refuses to start.",
+            why="Each block would be recomputed inside another recomputation; transformers' Trainer refuses to start.",
             change="Switch one off: gradient_checkpointing=False.",
-            actmem="actmem.apply refuses a model that recomputes by other means: switch both off.",
+            actmem="actmem.apply refuses a model with other recomputation: switch both off.",
         )
     elif case.mode is not None and both:
         yield Finding(
             check="recomputing-twice",
             severity="problem",
-            found=f"{both[0]}, beside the mode {case.mode!r}",
-            why="actmem.apply raises an ApplyError: two that recompute would do the work twice.",
-            change="gradient_checkpointing=False, and model.gradient_checkpointing_disable() where it is on already.",
-            actmem="Decides for every activation, once it is alone.",
+            found=f"{both[0]}, together with the mode {case.mode!r}",
+            why="actmem.apply raises an ApplyError: with both, the work would be done twice.",
+            change="gradient_checkpointing=False, and model.gradient_checkpointing_disable() where it is already on.",
+            actmem="Decides for every activation, once nothing else recomputes.",
         )
 
 
 def inert_block(case: Case) -> Iterator[Finding]:
-    """Look for settings of DeepSpeed that nothing reads."""
+    """Look for DeepSpeed settings that have no effect."""
     if case.setup.deepspeed_block and (case.setup.trainer or is_transformers(case)):
         yield Finding(
             check="inert-block",
             severity="warning" if case.setup.checkpointing else "problem",
-            found=f"{case.setup.deepspeed_block}, with {case.setup.trainer or 'a model of transformers'}",
-            why="Only code that calls deepspeed.checkpointing.checkpoint reads this block. transformers does not, so "
-            "it "
-            "does nothing.",
-            change="Remove the block; gradient_checkpointing=True switches transformers' own form on.",
-            actmem=f"{_FULL}, which applied.report() shows at work.",
+            found=f"{case.setup.deepspeed_block}, with {case.setup.trainer or 'a transformers model'}",
+            why="Only code that calls deepspeed.checkpointing.checkpoint reads this block. transformers does not call "
+            "it, so the block has no effect.",
+            change="Remove the block; gradient_checkpointing=True enables transformers' own checkpointing.",
+            actmem=f"{_FULL}; applied.report() shows its effect.",
         )
 
 
@@ -73,15 +72,14 @@ def ddp_reentrant(case: Case) -> Iterator[Finding]:
             severity="problem" if case.setup.find_unused or shared else "warning",
             found=f"{case.reentrant}, under DDP ({case.data_parallel})",
             why="With unused or shared parameters DDP raises “Expected to mark a variable ready only once”: the "
-            "reentrant "
-            "form runs backward inside backward.",
+            "reentrant form runs a backward pass inside the backward pass.",
             change="gradient_checkpointing_kwargs={'use_reentrant': False}, and ddp_find_unused_parameters=False.",
-            actmem=f"There is one backward, as in plain training: {_FULL}",
+            actmem=f"There is one backward pass, as in plain training: {_FULL}",
         )
 
 
 def adapters_reentrant(case: Case) -> Iterator[Finding]:
-    """Look for reentrant checkpointing of a model whose inputs need no gradient."""
+    """Look for reentrant checkpointing of a model whose inputs do not require gradients."""
     if case.reentrant is None:
         return
     adapters = case.adapters
@@ -93,10 +91,9 @@ def adapters_reentrant(case: Case) -> Iterator[Finding]:
             check="adapters-reentrant",
             severity="note" if hooked or not frozen else "problem",
             found=f"{case.reentrant}, with {adapters or 'a frozen embedding'}"
-            f"{', whose output is made to need gradients by a hook' if hooked else ''}",
-            why="Where no input of a block needs a gradient, the reentrant form gives its parameters none: adapters "
-            "stay "
-            "as they were initialised, and nothing is said but a warning.",
+            f"{', whose output a hook makes require gradients' if hooked else ''}",
+            why="If no input of a block requires a gradient, the reentrant form computes none for its parameters: "
+            "adapters stay as initialised, with no more than a warning.",
             change="gradient_checkpointing_kwargs={'use_reentrant': False}, or model.enable_input_require_grads().",
             actmem=f"Gradients flow as in plain training: {_FULL}",
         )
@@ -110,10 +107,10 @@ def cuda_graphs(case: Case) -> Iterator[Finding]:
             check="cuda-graphs",
             severity="problem" if mode == "reduce-overhead" else "warning",
             found=f"torch.compile mode {mode!r} with {case.checkpointing}",
-            why="That mode records CUDA graphs, and recomputation frees tensors in another order than was recorded "
-            "(https://github.com/pytorch/pytorch/issues/154306).",
+            why="That mode records CUDA graphs, and recomputation frees tensors in a different order from the recorded "
+            "one (https://github.com/pytorch/pytorch/issues/154306).",
             change="torch_compile_mode='default'.",
-            actmem="Not tried on an accelerator yet.",
+            actmem="Not yet tested on an accelerator.",
         )
 
 
@@ -130,21 +127,20 @@ def zero3_frozen(case: Case) -> Iterator[Finding]:
         severity="problem" if old else "warning",
         found=f"ZeRO stage 3, {case.adapters or 'frozen parameters'}, {case.checkpointing}, "
         f"DeepSpeed {installed or 'not installed here'}",
-        why="ZeRO-3 gives the memory of frozen parameters back before the recomputation is checked: “recomputed … "
-        "shape "
-        "[0]”. DeepSpeed 0.19.2 does; its pull request 8148 repairs it.",
-        change="Use a DeepSpeed that has pull request 8148.",
-        actmem="Not tried: actmem has not been run under DeepSpeed.",
+        why="ZeRO-3 frees the memory of frozen parameters before the recomputation is checked: “recomputed … shape "
+        "[0]”. DeepSpeed 0.19.2 has this defect; its pull request 8148 fixes it.",
+        change="Use a DeepSpeed version that includes pull request 8148.",
+        actmem="Not tested: actmem has not been run under DeepSpeed.",
     )
 
 
 def is_transformers(case: Case) -> bool:
-    """Tell whether the model, or a part of it, is one of transformers."""
+    """Whether the model, or a part of it, comes from transformers."""
     return case.model is not None and any(hasattr(m, "gradient_checkpointing_enable") for _, m in case.modules)
 
 
 def embedding_of(case: Case):
-    """Return what the model's inputs pass first, if it says so."""
+    """Return the model's input embedding, if the model names one."""
     get = getattr(case.the_model, "get_input_embeddings", None)
     if get is None:
         return None

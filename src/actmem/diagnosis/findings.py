@@ -1,4 +1,4 @@
-"""What a doctor's visit gives: findings, and a report that can be read, printed or sent on."""
+"""The result of `doctor`: findings, and a report to read, print or serialise."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _WIDTH = 110
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was found."""
+    """One finding of a check."""
 
     check: str
     """The check that found it."""
     severity: Severity
-    """"problem": training fails, is wrong, or the setting does nothing. "warning": it may. "note": good to know."""
+    """"problem": training fails or is wrong, or the setting has no effect. "warning": it may. "note": good to know."""
     found: str
     """What was found, and where."""
     why: str
@@ -33,14 +33,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A check that could not be made."""
+    """A check that could not be run."""
 
     check: str
     reason: str
 
 
 class NotMadeError(Exception):
-    """Say inside a check that it cannot be made, and why."""
+    """Raised inside a check that cannot be run, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,24 @@ class Diagnosis:
     passed: tuple[str, ...]
     """Checks that found nothing."""
     skipped: tuple[Skipped, ...]
-    """Checks that could not be made, and why."""
+    """Checks that could not be run, and why."""
 
     @property
     def ok(self) -> bool:
-        """Whether there is no problem. Warnings and notes may be there."""
+        """Whether no problem was found. There may be warnings and notes."""
         return not any(f.severity == "problem" for f in self.findings)
 
     def __bool__(self) -> bool:
         return self.ok
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
+        """Return the diagnosis as plain data."""
         return {"ok": self.ok, **asdict(self)}
 
     def __str__(self) -> str:
         counts = [(sum(f.severity == s for f in self.findings), s) for s in SEVERITIES]
         head = ", ".join(f"{n} {s}{'' if n == 1 else 's'}" for n, s in counts if n) or "nothing found"
-        lines = [f"{head}; {len(self.passed)} checks passed, {len(self.skipped)} could not be made"]
+        lines = [f"{head}; {len(self.passed)} checks passed, {len(self.skipped)} could not be run"]
         for finding in self.findings:
             lines += ["", *_wrapped(f"{finding.severity}: ", f"{finding.found} [{finding.check}]")]
             rows = (("why", finding.why), ("change", finding.change), ("actmem", finding.actmem))
@@ -82,7 +82,7 @@ class Diagnosis:
 
 
 def paths(found: list[str], *, most: int = 3) -> str:
-    """Write some module paths, the first few by name.
+    """Format a list of module paths: name the first few, count the rest.
 
     >>> paths(["a", "b", "c", "d"])
     'a, b, c and 1 more'

@@ -1,4 +1,4 @@
-"""Checks of what is in a model: parts that recomputation by a second forward is known to disturb."""
+"""Checks of a model's structure: parts that running forward a second time is known to disturb."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FULL = "actmem.apply(model, actmem.Full())"
 
 
 def random_numbers(case: Case) -> Iterator[Finding]:
-    """Look for random numbers in blocks that are recomputed without the state of the generator."""
+    """Look for random numbers in blocks that are recomputed without restoring the generator state."""
     off = case.setup.preserve_rng_state is False
     regions = [r for r in case.regions if r.options.get("preserve_rng_state") is False]
     if not off and not regions:
@@ -48,14 +48,14 @@ def random_numbers(case: Case) -> Iterator[Finding]:
             check="random-numbers",
             severity="problem",
             found=f"preserve_rng_state = False ({where}), and dropout at {paths(found)}",
-            why="Recomputation draws other numbers than forward did: gradients are wrong, and nothing is said.",
+            why="Recomputation draws other random numbers than forward did: gradients are wrong, without an error.",
             change="preserve_rng_state=True.",
-            actmem=f"Every random operator is replayed with the state that it had: {_FULL}",
+            actmem=f"Every random operator is replayed with its original generator state: {_FULL}",
         )
 
 
 def batch_norm(case: Case) -> Iterator[Finding]:
-    """Look for batch norm, whose statistics a second forward would move again."""
+    """Look for batch norm, whose running statistics a second forward would update again."""
     found = [
         f"{b.path}.{p}".strip(".")
         for b in case.blocks
@@ -67,50 +67,48 @@ def batch_norm(case: Case) -> Iterator[Finding]:
             check="batch-norm",
             severity=_severity(case),
             found=f"batch norm in the blocks, at {paths(found)}{_with(case)}",
-            why="Run twice in a step, it moves its running statistics twice: the loss does not show it, evaluation "
-            "does.",
-            change="Leave these blocks out of torch's checkpointing, or use group norm.",
-            actmem=f"Replayed without touching the statistics: {_FULL}",
+            why="Run twice in a step, it updates its running statistics twice: the training loss does not show it, "
+            "evaluation does.",
+            change="Exclude these blocks from torch's checkpointing, or use group norm.",
+            actmem=f"Replayed without updating the statistics: {_FULL}",
         )
 
 
 def shared_keys_values(case: Case) -> Iterator[Finding]:
-    """Look for layers that take keys and values from earlier layers."""
+    """Look for layers that reuse keys and values of earlier layers."""
     for where, value in case.config("num_kv_shared_layers"):
         if isinstance(value, int) and value > 0:
             yield Finding(
                 check="shared-keys-values",
                 severity=_severity(case),
                 found=f"{where} = {value}{_with(case)}",
-                why="The last layers read keys and values of earlier ones from the cache. Checkpointing that switches "
-                "the "
-                "cache off gives them untrained ones, without an error; with it on the cache grows twice.",
+                why="The last layers read keys and values of earlier ones from the cache. Checkpointing that turns the "
+                "cache off gives them untrained ones, without an error; with the cache on, it grows twice.",
                 change="Do not checkpoint these layers with torch, and leave use_cache on.",
-                actmem=f"Forward runs once, so shared keys and values are right: {_FULL}",
+                actmem=f"Forward runs once, so shared keys and values are correct: {_FULL}",
             )
 
 
 def routing(case: Case) -> Iterator[Finding]:
-    """Look for routers whose choice is not kept."""
+    """Look for routers whose choices are not saved."""
     roles = find_roles(case.the_model, case.blocks)
     found = [f"{b.path}.{p}" for b, its in zip(case.blocks, roles, strict=True) for p in its.get("router", ())]
     if not found or any("topk" in str(op) for op in case.policy):
         return
-    kept = "a policy that does not keep top-k" if case.policy else "nothing of the routing kept"
+    kept = "a policy that does not save top-k" if case.policy else "no routing results saved"
     yield Finding(
         check="routing",
         severity="warning" if case.checkpointing else "note",
         found=f"routed experts ({paths(found)}){_with(case)}{f', {kept}' if case.checkpointing else ''}",
-        why="Run twice, a router may send a token elsewhere (a tie in top-k is enough): shapes differ, or gradients "
-        "go to "
-        "the wrong expert.",
-        change="Keep the router's product, its top-k and the dispatch layout in the policy.",
-        actmem=f"What decides routing is never run again, in any mode: {_FULL}",
+        why="Run twice, a router may send a token to another expert (a tie in top-k is enough): shapes differ, or "
+        "gradients go to the wrong expert.",
+        change="Save the router's product, its top-k and the dispatch layout in the policy.",
+        actmem=f"Routing decisions are never computed again, in any mode: {_FULL}",
     )
 
 
 def packets(case: Case) -> Iterator[Finding]:
-    """Look for operators without an overload in policies."""
+    """Look for policies that list an operator without its overload."""
     listed = [*case.policy, *(op for r in case.regions for op in _in_context(r.options.get("context_fn")))]
     bare = [str(op) for op in listed if type(op).__name__ == "OpOverloadPacket"]
     if bare:
@@ -118,12 +116,11 @@ def packets(case: Case) -> Iterator[Finding]:
             check="packets",
             severity="problem",
             found=f"{', '.join(dict.fromkeys(bare))} without an overload in the policy",
-            why="A policy is asked about overloads, such as aten.mm.default. A packet is equal to none of them, so "
-            "nothing "
-            "is saved and nothing is said.",
+            why="A policy is asked about overloads, such as aten.mm.default. A packet does not equal any of them, so "
+            "nothing is saved, without an error.",
             change=f"torch.ops.{bare[0]}.default",
-            actmem="actmem.Selective(save=['aten.mm']) covers all overloads, and a name that matches nothing is an "
-            "error.",
+            actmem="actmem.Selective(save=['aten.mm']) covers all overloads, and a name that matches nothing raises "
+            "an error.",
         )
 
 
@@ -141,18 +138,17 @@ def autocast_shared(case: Case) -> Iterator[Finding]:
         yield Finding(
             check="autocast-shared",
             severity=_severity(case),
-            found=f"{paths(shared[0])} are one weight, under autocast ({autocast}){_with(case)}",
-            why="Autocast casts it once and caches the result, so only one of the blocks has the cast. A recomputed "
-            "block "
-            "saves other tensors than forward did, or asks for a cast that was not stored.",
-            change="Do not checkpoint blocks that share weights under autocast, or leave aten._to_copy out of the "
+            found=f"{paths(shared[0])} are the same weight, under autocast ({autocast}){_with(case)}",
+            why="Autocast casts it once and caches the result, so only one of the blocks performs the cast. A "
+            "recomputed block saves other tensors than forward did, or asks for a cast that was not stored.",
+            change="Do not checkpoint blocks that share weights under autocast, or remove aten._to_copy from the "
             "policy.",
             actmem=f"A cast is recorded where it ran: {_FULL}",
         )
 
 
 def towers(case: Case) -> Iterator[Finding]:
-    """Look for towers that are frozen and checkpointed, or trained and left out."""
+    """Look for towers that are frozen but checkpointed, or trained but not covered by the mode."""
     language = _tower(case, "language")
     for tower in ("vision", "audio"):
         blocks = _tower(case, tower)
@@ -167,43 +163,42 @@ def towers(case: Case) -> Iterator[Finding]:
                 check="towers",
                 severity="warning" if treated else "note",
                 found=f"{where} is frozen{f', and checkpointed by {treated[0].by}' if treated else ''}",
-                why="No gradient flows through it, so nothing of it is held: recomputing it saves nothing, and the "
-                "reentrant form warns or raises.",
-                change="Leave it out of checkpointing.",
-                actmem="Only the language model is treated unless asked; blocks without a gradient are left alone "
-                "anyway.",
+                why="No gradient flows through it, so none of its activations are held: recomputing it saves nothing, "
+                "and the reentrant form warns or raises.",
+                change="Exclude it from checkpointing.",
+                actmem="By default only the language model is treated; blocks without gradients are left alone anyway.",
             )
         elif case.mode is not None and not _covers(case.mode, root):
             frozen = not any(p.requires_grad for b in blocks for p in b.module.parameters())
-            how = "is frozen, but something before it is trained" if frozen else "is trained"
+            how = "is frozen, but something upstream of it is trained" if frozen else "is trained"
             yield Finding(
                 check="towers",
                 severity="warning",
-                found=f"{where} {how}, and the mode {case.mode!r} is given",
-                why="Gradients flow through it, so its activations are held, and a mode treats the language model only "
-                "unless told otherwise.",
+                found=f"{where} {how}, and the mode is {case.mode!r}",
+                why="Gradients flow through it, so its activations are held, and by default a mode treats only the "
+                "language model.",
                 change=f"actmem.apply(model, mode, scope=['language', '{tower}'])",
-                actmem="Treats the towers that scope names.",
+                actmem="Treats the towers named in scope.",
             )
 
 
 def graph_kept(case: Case) -> Iterator[Finding]:
-    """Look for modules that keep a tensor together with its graph."""
+    """Look for modules that store a tensor together with its autograd graph."""
     found = [f"{p}.{name}".strip(".") for p, m in case.modules for name in _with_graph(m)]
     if found:
         yield Finding(
             check="graph-kept",
             severity="warning",
-            found=f"tensors that hang on a graph are kept in {paths(found)}",
-            why="What a graph holds stays as long as the tensor does: memory is not given back, and the next backward "
-            "through it raises “Trying to backward through the graph a second time”.",
+            found=f"tensors attached to a graph are stored in {paths(found)}",
+            why="A graph stays alive as long as the tensor: its memory is not freed, and the next backward through it "
+            "raises “Trying to backward through the graph a second time”.",
             change=f"Detach it where it is stored: self.{found[0].rpartition('.')[2]} = value.detach()",
             actmem="actmem does not change this.",
         )
 
 
 def cache_on(case: Case) -> Iterator[Finding]:
-    """Look for a key-value cache that is left on."""
+    """Look for a key-value cache that is on during training."""
     if case.setup.trainer and case.setup.use_cache is False:
         return  # transformers' Trainer writes its own setting into the configuration
     on = [where for where, value in case.config("use_cache") if value is True]
@@ -213,36 +208,33 @@ def cache_on(case: Case) -> Iterator[Finding]:
             check="cache-on",
             severity="warning" if case.checkpointing else "note",
             found=f"{on[0]} = True in training{_with(case)}",
-            why="Keys and values are kept in the output for a generation that does not come; checkpointing switches "
-            "the "
-            "cache off for each call with a warning, or lets it grow twice; torch.compile breaks the graph at it.",
+            why="Keys and values are kept in the output for a generation that never happens; checkpointing turns the "
+            "cache off for each call with a warning, or lets it grow twice; it causes a graph break in torch.compile.",
             change=f"{on[0]} = False, and True again before generate().",
-            actmem="Results are right either way; the memory of the cache is only saved by switching it off.",
+            actmem="Results are correct either way; only turning the cache off saves its memory.",
         )
 
 
 def renamed(case: Case) -> Iterator[Finding]:
-    """Look for parameters whose names a wrapper has changed."""
+    """Look for parameters that a wrapper has renamed."""
     names = [n for n, _ in case.the_model.named_parameters() if "_checkpoint_wrapped_module" in n]
     if names:
         yield Finding(
             check="renamed",
             severity="warning",
-            found=f"{names[0]} and {len(names) - 1} more parameters have the name of a wrapper in theirs",
-            why="Code that looks parameters up by name (adapters, optimizers with groups, weight transfer) misses "
-            "them, "
-            "without an error.",
-            change="Checkpoint by other means than checkpoint_wrapper, or strip “_checkpoint_wrapped_module.” "
-            "everywhere.",
-            actmem=f"No name changes: {_FULL}",
+            found=f"{names[0]} and {len(names) - 1} more parameters have the wrapper's name in theirs",
+            why="Code that looks up parameters by name (adapters, optimizers with groups, weight transfer) misses "
+            "them, without an error.",
+            change="Do not use checkpoint_wrapper, or strip “_checkpoint_wrapped_module.” everywhere.",
+            actmem=f"Names do not change: {_FULL}",
         )
 
 
-# ---------------------------------------------------------------- asking a model
+# ---------------------------------------------------------------- inspecting a model
 
 
 def _severity(case: Case) -> Severity:
-    """Return how bad it is: nothing is wrong yet where torch's checkpointing is off."""
+    """Return "problem" if torch's checkpointing is on; otherwise nothing is wrong yet, so "note"."""
     return "problem" if case.checkpointing else "note"
 
 
@@ -251,7 +243,7 @@ def _with(case: Case) -> str:
 
 
 def _rate_of(module: nn.Module) -> float:
-    """Return the highest rate of dropout that a module says it has."""
+    """Return the highest dropout rate among a module's attributes."""
     if isinstance(module, nn.RReLU):
         return 1.0
     rates: list[Any] = [module.p] if isinstance(module, _RANDOM) else [getattr(module, name, 0.0) for name in _RATES]
@@ -269,7 +261,7 @@ def _with_graph(module: nn.Module) -> Iterator[str]:
 
 
 def _in_context(function: Any) -> Iterator[Any]:
-    """List the operators that a policy's context function closes over."""
+    """Yield the operators that a policy's context function closes over."""
     values: list[Any] = [*getattr(function, "args", ()), *getattr(function, "keywords", {}).values()]
     inner = getattr(function, "func", function)
     values += [cell.cell_contents for cell in getattr(inner, "__closure__", None) or () if _is_filled(cell)]
@@ -297,14 +289,14 @@ def _covers(mode: Mode | Plan, root: str) -> bool:
 
 
 def _common(blocks: tuple[Block, ...]) -> str:
-    """Return the path of the tower that holds some blocks."""
+    """Return the path of the tower that contains the blocks."""
     split = [b.path.split(".") for b in blocks]
     shared: list[str] = []
     for parts in zip(*split, strict=False):
         if len(set(parts)) > 1:
             break
         shared.append(parts[0])
-    # The last shared name is that of the list of blocks, or of its encoder: what is before the blocks lies above.
+    # The last shared names are those of the block list and its encoder. Layers before the blocks are further up.
     while shared and shared[-1] in ("layers", "layer", "blocks", "encoder", "h"):
         shared.pop()
     return ".".join(shared)

@@ -1,4 +1,4 @@
-"""What the checks ask of a model: what recomputes in it already, where its blocks are, what is frozen."""
+"""The model as the checks see it: existing recomputation, blocks, adapters, configuration."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from actmem.torchcompat import named_modules
 __all__ = ["SWITCH", "WRAPPER", "Case", "Region"]
 
 SWITCH = "transformers' gradient checkpointing"
-"""What transformers' own switch is called in findings."""
+"""Name of transformers' own switch in findings."""
 WRAPPER = "torch's checkpoint_wrapper"
-"""What torch's wrapper is called in findings; FSDP's setting puts it on."""
+"""Name of torch's wrapper in findings; FSDP's setting adds it."""
 _DDP = "DistributedDataParallel"
 
 
 @dataclass(frozen=True)
 class Region:
-    """A module that torch's checkpoint is round already."""
+    """A module that torch's checkpoint already wraps."""
 
     path: str
     module: nn.Module = field(repr=False)
     by: str
-    """The switch of transformers, or torch's wrapper."""
+    """`SWITCH` or `WRAPPER`."""
     options: Mapping[str, Any]
-    """What its checkpoint function is called with."""
+    """Keyword arguments of its checkpoint function."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model with the settings of its training: what every check is given."""
+    """A model and its training settings: the input of every check."""
 
     model: nn.Module | None
     setup: Setup
@@ -54,19 +54,19 @@ class Case:
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """What torch's checkpoint is round already."""
+        """The modules that torch's checkpoint already wraps."""
         return tuple(_regions(self.model)) if self.model is not None else ()
 
     @property
     def checkpointing(self) -> str | None:
-        """Say where torch's checkpointing is switched on, by a setting or in the model; None if it is not."""
+        """Where torch's checkpointing is enabled, by a setting or in the model; None if it is not."""
         if self.setup.checkpointing or self.setup.fsdp_checkpointing:
             return self.setup.checkpointing or self.setup.fsdp_checkpointing
         return f"{self.regions[0].by} at {self.regions[0].path or 'the model itself'}" if self.regions else None
 
     @property
     def reentrant(self) -> str | None:
-        """Say where the reentrant form is chosen; None if it is not, or nothing tells."""
+        """Where the reentrant form is chosen; None if it is not, or if that is unknown."""
         if self.setup.reentrant is not None:
             return self.setup.reentrant
         for region in self.regions:
@@ -76,19 +76,19 @@ class Case:
 
     @property
     def modules(self) -> list[tuple[str, nn.Module]]:
-        """List the modules with their paths, each once."""
+        """The modules with their paths, each once."""
         return named_modules(self.the_model)
 
     @property
     def the_model(self) -> nn.Module:
-        """Return the model; a check that needs one is not made without."""
+        """The model; a check that needs one is skipped if there is none."""
         if self.model is None:
             raise NotMadeError("no model was given")
         return self.model
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Find the blocks; a check that needs them is not made without."""
+        """The blocks; a check that needs them is skipped if they cannot be found."""
         try:
             return find_blocks(self.the_model, self.pattern)
         except StructureError as error:
@@ -96,7 +96,7 @@ class Case:
 
     @property
     def adapters(self) -> str | None:
-        """Say where adapters (PEFT) were found; None if there are none."""
+        """Where adapters (PEFT) were found; None if there are none."""
         for path, module in self.modules:
             if isinstance(getattr(module, "peft_config", None), Mapping):
                 return f"adapters ({type(module).__name__} at {path or 'the model itself'})"
@@ -104,13 +104,13 @@ class Case:
 
     @property
     def data_parallel(self) -> str | None:
-        """Say where DDP was found; None if it was not."""
+        """Where DDP was found; None if it was not."""
         if self.setup.ddp is None and self.model is not None:
             return next((f"{_DDP} at {p or 'the model itself'}" for p, m in self.modules if _kind(m) == _DDP), None)
         return self.setup.ddp
 
     def config(self, name: str) -> list[tuple[str, Any]]:
-        """List the values that the configurations of transformers in a model have under a name, with their places."""
+        """Return the values of an option in the model's transformers configurations, each with its location."""
         found: dict[int, tuple[str, Any]] = {}
         for path, module in self.modules:
             config = getattr(module, "config", None)
@@ -122,7 +122,7 @@ class Case:
 
     @contextmanager
     def without_regions(self) -> Generator[None]:
-        """Switch torch's checkpointing off for a while."""
+        """Turn off torch's checkpointing inside a `with` block."""
         flagged: list[Any] = [r.module for r in self.regions if r.by == SWITCH]
         wrapped: list[tuple[Any, Any]] = [
             (r.module, vars(r.module)["checkpoint_fn"]) for r in self.regions if r.by == WRAPPER

@@ -1,33 +1,38 @@
-"""Reading the settings of a training: arguments of a trainer, configurations of accelerate and of DeepSpeed."""
+"""Read training settings: trainer arguments, configurations of accelerate, DeepSpeed and axolotl."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import importlib.util
+import inspect
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from actmem.diagnosis.unknown import kind_of, unknown_keys
 from actmem.errors import ModeError
+from actmem.ops import did_you_mean
 
-__all__ = ["Setup", "Source", "read_settings", "read_setup"]
+__all__ = ["Setup", "Source", "kind_of", "read_settings", "read_setup", "unknown_keys"]
 
 Source = Mapping[str, Any] | str | Path | object
-"""A mapping, the path of a JSON or YAML file, or an object with attributes such as `TrainingArguments`."""
+"""A mapping, the path to a JSON or YAML file, or an object with attributes such as `TrainingArguments`."""
 
 _DDP = frozenset({"MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_HPU"})
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the settings say, as far as they were given. A text says where; None that nothing was said."""
+    """What the given settings say. A string names the setting and its file; None means that nothing was said."""
 
     trainer: str | None = None
     """Settings of transformers' Trainer or of accelerate."""
     checkpointing: str | None = None
-    """The trainer switches checkpointing on."""
+    """The trainer turns checkpointing on."""
     fsdp: str | None = None
     fsdp_checkpointing: str | None = None
     deepspeed_block: str | None = None
@@ -36,7 +41,7 @@ class Setup:
     ddp: str | None = None
     find_unused: bool = False
     reentrant: str | None = None
-    """The reentrant form is chosen, or left to torch, which takes it."""
+    """The reentrant form is chosen, or not specified, in which case torch uses it."""
     preserve_rng_state: bool | None = None
     autocast: str | None = None
     compile_mode: str | None = None
@@ -44,13 +49,13 @@ class Setup:
     every_nth: str | None = None
     """Only every n-th layer is checkpointed."""
     offloaders: tuple[str, ...] = ()
-    """What takes saved tensors away to host memory or disk, each with the place that asks for it."""
+    """Settings that offload saved tensors to host memory or disk."""
     inert_offloader: str | None = None
-    """DeepSpeed's, which works only where its block is read."""
+    """DeepSpeed's offloading, which works only if its block is read."""
     unknown: tuple[str, ...] = ()
-    """Keys that nothing reads, with what was probably meant."""
+    """Keys that nothing reads, with the key that was probably meant."""
     unread: tuple[str, ...] = ()
-    """Files that are named inside the settings and could not be read."""
+    """Files that the settings refer to and that could not be read."""
 
 
 def read_setup(
@@ -59,16 +64,16 @@ def read_setup(
     deepspeed: Source | None = None,
     axolotl: Source | None = None,
 ) -> Setup:
-    """Read settings, whatever form they come in. A file may be of another kind than the argument it is given as.
+    """Read settings in any of their forms. A file may be of another kind than the argument it is passed as.
 
-    axolotl's names for these are those of the Trainer; its other keys are not looked at.
+    axolotl uses the Trainer's names for these settings; its other keys are ignored.
 
     >>> setup = read_setup({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}})
     >>> setup.checkpointing, setup.reentrant
     ('gradient_checkpointing = True in trainer_args', 'use_reentrant = True in trainer_args')
 
     Raises:
-        ModeError: a file cannot be read, or holds no settings.
+        ModeError: a file cannot be read, or does not contain settings.
     """
     setup = Setup()
     sources = {"trainer_args": trainer_args, "accelerate": accelerate, "deepspeed": deepspeed, "axolotl": axolotl}
@@ -79,7 +84,7 @@ def read_setup(
         where = name if not isinstance(source, str | Path) else str(source)
         kind = "axolotl" if name == "axolotl" else kind_of(given)
         setup = _READERS[kind](setup, given, where)
-        if isinstance(source, Mapping | str | Path):  # an object has the attributes that its class gives it
+        if isinstance(source, Mapping | str | Path):  # the attributes of an object are checked by its class
             setup = replace(setup, unknown=(*setup.unknown, *unknown_keys(kind, given, where)))
     return setup
 
@@ -94,8 +99,8 @@ def fields_of(name: str, source: Source) -> Mapping[str, Any]:
         return vars(source)
     except TypeError:
         raise ModeError(
-            f"{name} = {source!r} holds no settings. Give TrainingArguments, a dict, or the path of a JSON or YAML "
-            f"file."
+            f"{name} = {source!r} does not contain settings. Pass TrainingArguments, a dict, or the path to a JSON or "
+            "YAML file."
         ) from None
 
 
@@ -103,7 +108,7 @@ def read_settings(name: str, path: Path) -> Mapping[str, Any]:
     """Read a JSON, TOML or YAML file of settings.
 
     Raises:
-        ModeError: it cannot be read, or holds no settings.
+        ModeError: it cannot be read, or does not contain settings.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -111,11 +116,11 @@ def read_settings(name: str, path: Path) -> Mapping[str, Any]:
         read: Any = parse(text)
     except (OSError, ValueError) as error:
         raise ModeError(
-            f"{name} = {str(path)!r} cannot be read: {error}. Give the path of a JSON, TOML or YAML file of settings."
+            f"{name} = {str(path)!r} cannot be read: {error}. Pass the path to a JSON, TOML or YAML file of settings."
         ) from error
     if not isinstance(read, Mapping):
         raise ModeError(
-            f"{name} = {str(path)!r} holds a {type(read).__name__}, expected settings by name, as in "
+            f"{name} = {str(path)!r} contains a {type(read).__name__}. Expected settings by name, as in "
             '{"gradient_checkpointing": true}.'
         )
     return cast("Mapping[str, Any]", read)
@@ -126,7 +131,7 @@ def _yaml(name: str, path: Path) -> Callable[[str], Any]:
         import yaml
     except ImportError:
         raise ModeError(
-            f"{name} = {str(path)!r} is read as YAML, which needs pyyaml: pip install pyyaml, or give it as JSON."
+            f"{name} = {str(path)!r} is a YAML file, and reading it needs pyyaml: pip install pyyaml, or use JSON."
         ) from None
 
     def load(text: str) -> Any:
@@ -174,7 +179,7 @@ def _with_trainer(setup: Setup, given: Mapping[str, Any], where: str) -> Setup:
 def _with_transformers_own(
     setup: Setup, options: Mapping[str, Any] | None, where: str
 ) -> tuple[Setup, Mapping[str, Any] | None]:
-    """Take out what transformers takes for itself before it hands the rest to torch's checkpoint."""
+    """Handle the options that transformers reads itself; return the rest, which it passes to torch's checkpoint."""
     if options is None or not options.keys() & {"every_n_layers", "offload"}:
         return setup, options
     place = f"gradient_checkpointing_kwargs of {where}"
@@ -191,7 +196,7 @@ def _reentrant(options: Mapping[str, Any] | None, where: str) -> str | None:
     if options is None:
         return None
     if "use_reentrant" not in options:
-        return f"use_reentrant is left out of gradient_checkpointing_kwargs in {where}, and torch takes True"
+        return f"use_reentrant is missing from gradient_checkpointing_kwargs in {where}, and torch's default is True"
     return f"use_reentrant = True in {where}" if _on(options["use_reentrant"]) else None
 
 
@@ -239,7 +244,7 @@ def _with_deepspeed(setup: Setup, given: Mapping[str, Any], where: str) -> Setup
 
 
 def _nested(setup: Setup, name: str, inner: Any, where: str, read: Callable[[Setup, Any, str], Setup]) -> Setup:
-    """Read settings inside settings: a mapping, or the path of a file."""
+    """Read settings nested in others: a mapping, or the path to a file."""
     if not inner:
         return setup
     if isinstance(inner, Mapping):
@@ -271,3 +276,107 @@ _READERS: dict[str, Callable[[Setup, Mapping[str, Any], str], Setup]] = {
     "deepspeed": _with_deepspeed,
     "axolotl": _with_trainer,
 }
+
+
+_OF_CHECKPOINT = frozenset(
+    {
+        *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"),
+        *("respect_saved_tensors_hooks", "every_n_layers", "offload"),
+    }
+)
+"""Keys of `gradient_checkpointing_kwargs`: the arguments of torch's checkpoint, and two of transformers'."""
+_READ_HERE = frozenset(
+    {
+        *("gradient_checkpointing", "gradient_checkpointing_kwargs", "fsdp", "fsdp_config", "deepspeed", "use_cache"),
+        *("ddp_find_unused_parameters", "bf16", "fp16", "torch_compile", "torch_compile_mode", "activation_offloading"),
+    }
+)
+_OF_DEEPSPEED = frozenset(
+    {
+        *("partition_activations", "number_checkpoints", "contiguous_memory_optimization", "cpu_checkpointing"),
+        *("profile", "synchronize_checkpoint_boundary"),
+    }
+)
+"""Keys of DeepSpeed's block for activation checkpointing."""
+_TRL = ("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig")
+
+
+def kind_of(given: Mapping[str, Any]) -> str:
+    """Return which library's settings these are, judging by their keys.
+
+    >>> kind_of({"zero_optimization": {"stage": 3}}), kind_of({"distributed_type": "FSDP"}), kind_of({"bf16": True})
+    ('deepspeed', 'accelerate', 'trainer')
+    """
+    if "zero_optimization" in given or isinstance(given.get("activation_checkpointing"), Mapping):
+        return "deepspeed"
+    if "distributed_type" in given or "compute_environment" in given:
+        return "accelerate"
+    return "trainer"
+
+
+def unknown_keys(kind: str, given: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Yield the keys that nothing reads, each with the key that was probably meant.
+
+    Keys of a trainer are looked up in the classes of transformers and TRL if these are installed; otherwise only keys
+    that closely resemble one that matters here are reported. In the settings of accelerate, DeepSpeed and axolotl, only
+    the parts about checkpointing are checked.
+    """
+    if kind == "trainer":
+        yield from _of_trainer(given, where)
+    if kind in ("trainer", "axolotl"):
+        options = given.get("gradient_checkpointing_kwargs")
+        yield from _unknown(_table(options), _OF_CHECKPOINT, f"gradient_checkpointing_kwargs of {where}")
+    if kind == "deepspeed":
+        block = given.get("activation_checkpointing")
+        yield from _unknown(_table(block), _OF_DEEPSPEED, f"activation_checkpointing of {where}")
+
+
+def _of_trainer(given: Mapping[str, Any], where: str) -> Iterator[str]:
+    rest = {key for key in given if key not in _READ_HERE and not key.startswith("_")}
+    if rest and (known := _fields_of_transformers()):
+        if rest - known:
+            known |= _fields_of_trl()  # only if needed: the import takes seconds
+        yield from _unknown(dict.fromkeys(sorted(rest)), known | _READ_HERE, where)
+        return
+    for key in sorted(rest):
+        if hint := did_you_mean(key, _READ_HERE):
+            yield f"{key} in {where}.{hint}"
+
+
+def _unknown(table: Mapping[str, Any], known: frozenset[str], where: str) -> Iterator[str]:
+    for key in table:
+        if key not in known:
+            yield f"{key} in {where}.{did_you_mean(str(key), known)}"
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
+@cache
+def _fields_of_transformers() -> frozenset[str]:
+    return _fields("transformers", ("TrainingArguments", "Seq2SeqTrainingArguments"))
+
+
+@cache
+def _fields_of_trl() -> frozenset[str]:
+    return _fields("trl", _TRL)
+
+
+def _fields(package: str, names: tuple[str, ...]) -> frozenset[str]:
+    """Return the fields of some of a package's classes; empty if the package cannot be imported."""
+    if importlib.util.find_spec(package) is None:
+        return frozenset()
+    found: set[str] = set()
+    for name in names:
+        try:
+            kind = getattr(importlib.import_module(package), name)
+        except (ImportError, AttributeError, RuntimeError):
+            continue
+        found |= {field.name for field in dataclasses.fields(kind)} | inspect.signature(kind).parameters.keys()
+    return frozenset(found)

@@ -1,4 +1,4 @@
-"""Reading the source of autograd functions that a model uses: which read their saved tensors twice."""
+"""Inspect the source of a model's autograd functions for a backward that reads its saved tensors twice."""
 
 from __future__ import annotations
 
@@ -41,18 +41,17 @@ def saved_tensors_twice(case: Case) -> Iterator[Finding]:
                 severity="problem" if case.checkpointing and case.reentrant is None else "note",
                 found=f"{function.__module__}.{function.__qualname__}.backward reads ctx.saved_tensors more than once "
                 f"(used at {paths(where)})",
-                why="Non-reentrant checkpointing gives each saved tensor out once: “Unpack is being triggered for a "
-                "tensor "
-                "that was already unpacked once”.",
+                why="Non-reentrant checkpointing returns each saved tensor only once: “Unpack is being triggered for a "
+                "tensor that was already unpacked once”.",
                 change="x, weight = ctx.saved_tensors, once, at the top of backward.",
                 actmem="Saved tensors may be read as often as in plain training.",
             )
     if unread:
-        raise NotMadeError(f"there is no source to read of {', '.join(unread)}")
+        raise NotMadeError(f"no source is available for {', '.join(unread)}")
 
 
 def _functions_of(kind: type[nn.Module]) -> set[type[Function]]:
-    """Find the autograd functions that the methods of a class name, directly or through other functions."""
+    """Find the autograd functions that a class's methods refer to, directly or through other functions."""
     found: set[type[Function]] = set()
     seen: set[int] = set()
     methods = [f for base in kind.__mro__ if not _is_torch(base.__module__) for f in vars(base).values()]
@@ -73,7 +72,7 @@ def _follow(functions: Iterable[FunctionType], found: set[type[Function]], seen:
 
 
 def _named_in(function: FunctionType) -> Iterator[Any]:
-    """List what the global names in a function stand for; of modules among them, what is asked of them by name."""
+    """Yield the objects that a function's global names refer to; for modules, also the attributes it uses."""
     names, attributes = set[str](), set[str]()
     _collect(function.__code__, names, attributes)
     cells = inspect.getclosurevars(function).nonlocals.values() if function.__closure__ else ()
@@ -99,7 +98,7 @@ def _is_torch(module: str | None) -> bool:
 
 
 def _num_reads(function: type[Function]) -> int:
-    """Count the most reads of `saved_tensors` on one path through a backward."""
+    """Return the largest number of reads of `saved_tensors` on any path through a backward."""
     backward: Any = inspect.unwrap(vars(function).get("backward", function.backward))
     source = textwrap.dedent(inspect.getsource(getattr(backward, "__func__", backward)))
     return _reads(ast.parse(source).body)
@@ -113,7 +112,7 @@ def _reads(nodes: Iterable[ast.AST]) -> int:
             total += 1
         elif isinstance(node, ast.If):
             total += _reads([node.test])
-            if isinstance(node.body[-1], ast.Return | ast.Raise):  # what follows belongs to the other path
+            if isinstance(node.body[-1], ast.Return | ast.Raise):  # the code after it belongs to the other path
                 return total + max(_reads(node.body), _reads([*node.orelse, *listed[index + 1 :]]))
             total += max(_reads(node.body), _reads(node.orelse))
         elif isinstance(node, ast.IfExp):

@@ -2,4 +2,113 @@
 
 What lives here: the tape and what it needs. What must not: anything that reads a model's structure, chooses a mode,
 or prints.
+
+- `tape.py` records; `values.py` is what it records, `operators.py` what it knows of each operator.
+- `verdicts.py` decides for each operator by the rules of a plan.
+- `holdings.py`, `barriers.py`, `coverage.py`, `overwrites.py` and `away.py` settle what is held, copied or offloaded.
+- `replay.py` runs recorded operators again, when a value is first needed.
+- `observation.py` notes what ran, for reports, and finds the least that must be held.
+- `eager_checkpoint.py` and `second_forward.py` are torch's own checkpoint under the same plan; `torch.compile` uses it.
+- `pure_functions.py` has `replayable`.
 """
+
+from actmem.engine.away import Away
+from actmem.engine.barriers import all_debts, settle
+from actmem.engine.eager_checkpoint import BlockFamily, Compilation, KeptValues, run_checkpointed
+from actmem.engine.holding_rules import (
+    HOLD,
+    RESERVE,
+    UNLIMITED,
+    inherited,
+    is_piece,
+    made,
+    needs_private_copy,
+    number_held,
+    offered,
+    on_meeting,
+    preserve,
+    promote,
+    reason,
+    replay_order,
+    written_in_place,
+)
+from actmem.engine.holdings import storage_of
+from actmem.engine.observation import Cut, Following, Observation, ObservedOperator, smallest_cut
+from actmem.engine.operators import DESCRIBED, REASONS, Operator, describe
+from actmem.engine.pure_functions import replayable
+from actmem.engine.replay import asked_by_function, replaying, unpack
+from actmem.engine.tape import Handle, Tape
+from actmem.engine.values import (
+    KEPT,
+    Node,
+    Value,
+    checksum,
+    geometry,
+    has_bytes,
+    put_together,
+    see,
+    storages_of,
+    take_apart,
+    tensors,
+    without_bits,
+)
+from actmem.engine.verdicts import Traced, Tracer, Verdicts, log_once, resolve, subsumed
+
+__all__ = [
+    "DESCRIBED",
+    "HOLD",
+    "KEPT",
+    "REASONS",
+    "RESERVE",
+    "UNLIMITED",
+    "Away",
+    "BlockFamily",
+    "Compilation",
+    "Cut",
+    "Following",
+    "Handle",
+    "KeptValues",
+    "Node",
+    "Observation",
+    "ObservedOperator",
+    "Operator",
+    "Tape",
+    "Traced",
+    "Tracer",
+    "Value",
+    "Verdicts",
+    "all_debts",
+    "asked_by_function",
+    "checksum",
+    "describe",
+    "geometry",
+    "has_bytes",
+    "inherited",
+    "is_piece",
+    "log_once",
+    "made",
+    "needs_private_copy",
+    "number_held",
+    "offered",
+    "on_meeting",
+    "preserve",
+    "promote",
+    "put_together",
+    "reason",
+    "replay_order",
+    "replayable",
+    "replaying",
+    "resolve",
+    "run_checkpointed",
+    "see",
+    "settle",
+    "smallest_cut",
+    "storage_of",
+    "storages_of",
+    "subsumed",
+    "take_apart",
+    "tensors",
+    "unpack",
+    "without_bits",
+    "written_in_place",
+]

@@ -2,10 +2,10 @@
 
 NOTE [ Offloading ]
 An offloaded value is a saved one whose bytes are elsewhere. It is decided like any other (the plan says `offload`), and
-held like any other as long as the block's forward runs: most of what a block makes is read there again. When the
-forward is over, all that no handle can reach is gone. What is left is sent away, storage by storage, and the tape holds
-a ticket in its place, which a replay or a backward step opens. So nothing is sent for nothing, nothing is sent that the
-block still writes on, and a value that both a backward step and a replay need is sent and fetched once.
+held like any other as long as the block's forward runs: most of what a block makes is read again there. When the
+forward is over, all that no handle can reach is gone. What is left is offloaded, storage by storage, and the tape holds
+a ticket in its place, which a replay or a backward step opens. So nothing is sent in vain, nothing is sent that the
+block still writes to, and a value that both a backward step and a replay need is sent and fetched once.
 
 Parameters and buffers are never sent.
 """
@@ -15,14 +15,15 @@ Parameters and buffers are never sent.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from actmem.engine.holding_rules import offered
 from actmem.engine.values import UNCHECKED, Boxed, Value, flat
-from actmem.offloading.transfer import Offloader, Ticket
+from actmem.offloading import Offloader, Ticket
 from actmem.torchcompat import storage_key
 
 __all__ = ["Away"]
@@ -31,19 +32,34 @@ __all__ = ["Away"]
 class Away:
     """Offload for one block: which of its values, and through what."""
 
-    def __init__(self, offloader: Offloader, *, min_bytes: int, inputs: bool, state: frozenset[int], cpu: bool) -> None:
+    def __init__(
+        self,
+        offloader: Offloader,
+        *,
+        min_bytes: int,
+        inputs: bool,
+        state: frozenset[int],
+        takes_from: Callable[[str], bool],
+    ) -> None:
         self._offloader = offloader
         self._min_bytes = min_bytes
         self._inputs = inputs
         self._state = state
-        self._cpu = cpu
+        self._takes_from = takes_from
 
     def offered(self, values: Iterable[Value]) -> list[weakref.ref[Value]]:
         """List the values that may be sent, before the tape forgets those that nothing reaches."""
-        return [weakref.ref(v) for v in values if v.why == "offload" or (self._inputs and v.node is None)]
+        return offered(values, inputs=self._inputs)
 
     def send(self, offered: list[weakref.ref[Value]]) -> None:
         """Send what is still there."""
+        self._offloader.begin_block()
+        try:
+            self._send(offered)
+        finally:
+            self._offloader.end_block()
+
+    def _send(self, offered: list[weakref.ref[Value]]) -> None:
         for reference in offered:
             value = reference()
             if value is None or not isinstance(value.held, Tensor):
@@ -56,8 +72,7 @@ class Away:
                 or (tensor.is_leaf and tensor.requires_grad)
                 or storage_key(storage) in self._state
                 or (value.version != UNCHECKED and tensor._version != value.version)
-                or (tensor.device.type == "cpu" and not self._cpu)
-                or tensor.device.type == "meta"
+                or not self._takes_from(tensor.device.type)
             ):
                 continue
             whole = flat(tensor)

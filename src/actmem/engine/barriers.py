@@ -1,43 +1,41 @@
 """What to hold where a chain cannot be replayed to its beginning.
 
 NOTE [ Barriers ]
-A value that is never replayed (NOTE [ Never replayed ]) is not therefore held. While nothing needs it, it costs
-nothing; a recorded value that was computed from it is said to *owe* it. When autograd saves a value that owes, one of
-two things must be held: what is owed, or the value itself. Whichever is fewer bytes is. So each saved tensor adds at
-most its own bytes, and a tape never holds more than plain autograd does, plus the block's inputs. The same holds for
-a value that the plan keeps: it is kept as a place to start replays from, and where something that is made from it is
+A value that is never replayed (NOTE [ Never replayed ]) is not held for that reason alone. While nothing needs it, it
+costs nothing; a recorded value that was computed from it is said to *owe* it. When autograd saves a value that owes,
+one of two things must be held: what is owed, or the value itself, whichever is fewer bytes. So each saved tensor adds
+at most its own bytes, and a tape never holds more than plain autograd does, plus the block's inputs. The same applies
+to a value that the plan keeps: it is kept as a starting point for replays, and where something computed from it is
 smaller, that is held instead.
 
 A trifle (`TRIFLE_BYTES`), such as the constant 0.0 that a mask is made from, is held as soon as a recorded operator
 reads it: it is often gone before anything is saved, and its loss would be the loss of the whole chain.
 
-What the plan offloads takes no room on the device, so to owe it counts nothing; and the smallest cut, which goes by
-bytes that are held, is not looked for under such a plan.
+What the plan offloads takes no room on the device, so owing it costs nothing; and the smallest cut, which goes by
+bytes that are held, is not computed under such a plan.
 
 What is owed can be lost: its storage died, or was overwritten. Then the value itself is held.
 
-A plan that a planner made is *exact*: what to hold was weighed there, with time as well as bytes. Under it, to owe what
-the plan keeps counts nothing, and the smallest cut is not looked for.
+A plan that a planner made is *exact*: what to hold was weighed there, with time as well as bytes. Under it, owing what
+the plan keeps costs nothing, and the smallest cut is not computed.
 
 NOTE [ Collectives again ]
 Under `collectives="recompute"` the functional collectives (all-gather, reduce-scatter, all-reduce, broadcast) are
 recorded like any operator, and a replay issues them again and waits. If one rank did and another did not, both would
-hang. So nothing that differs between the ranks of a group may decide it. Assumed is that they run the same operators
-in the same order, as tensor and sequence parallel do; autograd then asks for the same values in the same order on each.
+hang. So nothing that differs between the ranks of a group may decide it. They are assumed to run the same operators in
+the same order, as tensor and sequence parallel do; autograd then asks for the same values in the same order on each.
 How large the values between two collectives are may differ (uneven shards), so bytes decide nothing there:
 
 - An input that cannot be replayed from what is held is held itself if it is smaller than the result (an all-gather);
-  otherwise the collective is saved. That is for the collective alone to say, and its sizes are the same on each rank.
-- A saved value that was computed from such a result, and owes something besides, is held itself. `ACROSS` marks those.
-- The smallest cut is not looked for in a block that runs one: it goes by bytes.
+  otherwise the collective is saved. The collective alone decides that, and its sizes are the same on each rank.
+- A saved value that was computed from such a result, and owes something else too, is held itself. `ACROSS` marks those.
+- The smallest cut is not computed in a block that runs one: it goes by bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, cast
-
-from torch import Tensor
 
 from actmem.engine.values import Value
 
@@ -51,18 +49,18 @@ def _nothing() -> None:
 
 
 ACROSS: tuple[Value, ...] = (Value(cast("Any", _nothing), None, 0, "collective"),)
-"""Stands among the debts of every value whose replay issues a collective again. Nobody can hold it, and need not."""
+"""A marker among the debts of every value whose replay reissues a collective. It cannot be held, and need not be."""
 
 
 def owes(value: Value) -> bool:
-    """Tell whether something must still be held before a value can be replayed."""
+    """Return whether something must still be held before a value can be replayed."""
     if value.held is not None:
         return False
     return value.node is None or any(v.held is None and v is not ACROSS[0] for v in value.debts or ())
 
 
 def owe(debts: tuple[Value, ...] | None, more: tuple[Value, ...]) -> tuple[Value, ...]:
-    """Join two sets of debts. Values keep the order in which they were met."""
+    """Merge two sets of debts. Values keep the order in which they were met."""
     if debts is None or debts is more:
         return more
     return debts + tuple(v for v in more if v not in debts)
@@ -73,8 +71,8 @@ def all_debts(refs: list[tuple[Any, ...]], filling: Any = None) -> tuple[Value, 
 
     Args:
         refs: what it reads.
-        filling: the storage that the node fills a piece of. The version before is not owed: should the last piece be
-            written, it can be made again, and until then neither can the new one. What it owes is passed on.
+        filling: the storage that the node fills a piece of. The version before is not owed: once the last piece is
+            written, it can be recomputed, and until then neither can the new one. What it owes is passed on.
     """
     debts = None
     for ref in refs:
@@ -91,8 +89,9 @@ def all_debts(refs: list[tuple[Any, ...]], filling: Any = None) -> tuple[Value, 
 def settle(
     value: Value,
     num_bytes: int,
-    hold: Callable[[Value, Tensor], None],
-    tensor: Tensor,
+    hold: Callable[[Value, Any], None],
+    shown: Any,
+    find: Callable[[Value], Any],
     free: tuple[str, ...] = ("offload",),
 ) -> None:
     """Hold what a recorded value owes, or the value itself: whichever is fewer bytes.
@@ -100,9 +99,10 @@ def settle(
     Args:
         value: what autograd saves.
         num_bytes: its bytes.
-        hold: holds a value by a tensor.
-        tensor: what shows it.
-        free: why a value that is owed counts nothing.
+        hold: holds a value by what represents it, such as a tensor.
+        shown: what represents this value.
+        find: returns what represents a value that is owed, or None if it is gone.
+        free: reasons for which owing a value costs nothing.
     """
     assert value.debts is not None
     across = ACROSS[0] in value.debts
@@ -110,14 +110,14 @@ def settle(
     if across and not owed:
         value.debts = ACROSS
         return
-    found: list[tuple[Value, Tensor]] = []
+    found: list[tuple[Value, Any]] = []
     for v in owed:
-        alive = None if v.tensor is None else v.tensor()
-        if alive is None or alive.untyped_storage() is not v.storage():  # gone, or its data was exchanged
+        alive = find(v)
+        if alive is None:
             break
         found.append((v, alive))
     if across or len(found) < len(owed) or sum(v.num_bytes for v in owed if v.why not in free) > num_bytes:
-        hold(value, tensor)
+        hold(value, shown)
         value.node, value.why = None, "barrier"
         if value.row is not None:
             value.row.cause = owed[0].why

@@ -29,7 +29,7 @@ class Coverage:
         self.shape = shape
         self.strides = strides
         self.itemsize = itemsize
-        """Bytes of an element. A write through a view of another size counts other elements, and is not understood."""
+        """Bytes of an element. A write through a view of another size counts other elements, and is not tracked."""
         self.boxes = boxes
 
     @classmethod
@@ -84,7 +84,7 @@ class Coverage:
 
 
 def fills(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor lies on every byte of its storage. As many elements are not enough: some may overlap.
+    """Return whether a tensor covers every byte of its storage. An equal element count is not enough: some may overlap.
 
     >>> fills(torch.zeros(2, 3).t()), fills(torch.zeros(9)[1:]), fills(torch.zeros(9).as_strided((3, 3), (1, 1)))
     (True, False, False)

@@ -1,14 +1,14 @@
-"""What the tape must know of an operator before it may record it.
+"""What the tape must know about an operator before it may record it.
 
 NOTE [ Never replayed ]
 Most operators may run again: same inputs, same bits. Those that may not are found here, each class with a name and a
 reason (`REASONS`), and the tape treats what they wrote as given (see NOTE [ Barriers ] in `barriers.py`):
 
 - *uninitialised*, *constant*: a storage that was born with nothing, or one constant, in it is where a kernel that the
-  tape cannot see (Triton, numpy, pybind) puts its result. Nobody can say what is in it, until a recorded operator
-  overwrites all of it.
-- *collective*: another rank would have to take part a second time. Those of `_REISSUED` may run again where that is
-  asked for (NOTE [ Collectives again ] in `barriers.py`).
+  tape cannot see (Triton, numpy, pybind) puts its result. Its contents are unknown until a recorded operator overwrites
+  all of it.
+- *collective*: another rank would have to take part a second time. Those in `_REISSUED` may run again on request
+  (NOTE [ Collectives again ] in `barriers.py`).
 - *routing*: a tie may break the other way, and every shape behind it would change.
 - *opaque*: higher-order and custom operators may do what their schema does not say.
 - *recurrent*: fused recurrent kernels keep a workspace that no schema describes.
@@ -22,7 +22,7 @@ argument by argument, unless it is known to be overwritten whole: `out=`, and th
 
 NOTE [ Undivided ]
 Autograd divides composite operators (`batch_norm`, `matmul`, `dropout`) before the tape sees them. Where autograd is
-left out, as in inference mode, they come whole, with effects that their schemas do not tell: `batch_norm` updates
+left out, as in inference mode, they come whole, with effects that their schemas do not declare: `batch_norm` updates
 running statistics, `matmul` asks what requires grad. The tape divides them itself and records the parts, as it does
 everywhere else.
 """
@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from actmem.engine.trees import tensors
+from actmem.engine.values import tensors
 from actmem.ops import GROUPS
 from actmem.torchcompat import is_composite, resolving_bits
 
@@ -65,7 +65,7 @@ _COLLECTIVE = frozenset(
 )
 _REISSUED = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast"})
 """Functional collectives that may run again on request: they write nothing, and every rank gives as many bytes as the
-others. `all_to_all_single` is not among them: how much it moves is each rank's own affair."""
+others. `all_to_all_single` is not among them: how much it moves may differ from rank to rank."""
 
 UNINITIALISED = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "resize"}
@@ -156,10 +156,10 @@ _OVERWRITES = frozenset(
     }
 )
 """In-place operators that write every element of `self`, and read none of it. Any other argument that is written is
-taken to be read as well, unless it is `out=` or stands in `_FILLED`."""
+taken to be read as well, unless it is `out=` or listed in `_FILLED`."""
 
 _FILLED: dict[str, str] = {"rrelu_with_noise": "noise", "rrelu_with_noise_": "noise"}
-"""Operators that fill one argument besides and do not read it. Their gradient formulas save it before it is filled.
+"""Operators that also fill one argument without reading it. Their gradient formulas save it before it is filled.
 (Those of `UNDECLARED_WRITES` save theirs early too: plain autograd sees the statistics that the operator leaves.)"""
 
 _CONJUGATES = frozenset({"linalg_pinv", "linalg_lstsq"})
@@ -232,15 +232,15 @@ class Operator:
         self.call = func
         """What the tape calls."""
         self.again = func
-        """What a replay calls, outside of any handler."""
+        """What a replay calls, outside any handler."""
         self.composite = False
         """Runs as other operators, and the tape records those. See NOTE [ Undivided ]."""
         self.reissued = False
-        """A collective that may run again where that is asked for."""
+        """A collective that may run again on request."""
         self.declared = declared is not None
         """A Python function that was declared pure, by `actmem.replayable`."""
         self.view: bool | int = False
-        """Computes nothing: every output lies on the storage of an input. 2 if it also sets the conj or neg bit."""
+        """Computes nothing: every output shares the storage of an input. 2 if it also sets the conj or neg bit."""
         self.may_alias = getattr(func, "__name__", "").startswith(("_unsafe_view", "unsafe_split", "lift"))
         """May return a view although its schema does not say so."""
         self.fresh = True
@@ -376,7 +376,7 @@ class Operator:
         return "unrepeatable" if base in _UNREPEATABLE else None
 
     def draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether this call takes random numbers."""
+        """Return whether this call takes random numbers."""
         if not self.random:
             return False
         if self.dropout is None:
@@ -416,14 +416,14 @@ class Operator:
         return None
 
     def generator(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> torch.Generator | None:
-        """Return the generator that this call draws from; None if it cannot be had."""
+        """Return the generator that this call draws from; None if it is not accessible."""
         given = None if self.seeded is None else _argument(self.seeded, args, kwargs, None)
         if given is not None:
             return given
         if device.type == "cpu":
             return torch.default_generator
         if device.type == "meta":
-            return torch.default_generator  # nothing is drawn, so any one does
+            return torch.default_generator  # nothing is drawn, so any generator will do
         generators: Any = getattr(torch.get_device_module(device), "default_generators", None)
         index: Any = device.index  # None means the current one
         index = torch.accelerator.current_device_index() if index is None else index

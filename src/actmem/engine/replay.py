@@ -2,31 +2,38 @@
 
 NOTE [ Lazy, memoised replay ]
 A backward step asks for one saved tensor, and only the chain that leads to it is run. Running a node turns its
-outputs from *recorded* into *held*: the result stays in the value, the node is let go, and with it everything that
+outputs from *recorded* into *held*: the result stays in the value, the node is released, and with it everything that
 only the node could reach. So each node runs at most once, a chain that others will also need is not run again, and a
 result lives exactly as long as a handle or a node that was not yet run can reach it.
 
 Replayed operators run below autograd and autocast, under the numerics flags and generator state that were recorded,
-and in plain sight of every dispatch mode that is active: a FLOP counter counts them.
+and visible to every active dispatch mode: a FLOP counter counts them.
+
+The engine brackets every replay with `enter` and `leave`; code that counts work asks `replaying`. The file does not
+import torch, so both sides can use it without knowing each other.
+
+>>> enter()
+>>> replaying()
+True
+>>> leave()
+>>> replaying()
+False
 """
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from actmem.causes.own import likely_of_replay
-from actmem.engine.checksum import checksum
+from actmem.engine.holding_rules import made, needs_private_copy, replay_order, written_in_place
 from actmem.engine.tape import Flattened, Handle
-from actmem.engine.trees import tensors
-from actmem.engine.values import UNCHECKED, Boxed, Node, Value, copied, see, without_bits
+from actmem.engine.values import UNCHECKED, Boxed, Node, Value, checksum, copied, see, tensors, without_bits
+from actmem.error_causes import likely_of_replay
 from actmem.errors import FreedStorageError, ReplayError, SelfCheckError, VersionError
-from actmem.replaying import enter, leave
 from actmem.torchcompat import (
     BackwardCFunction,
     below_autograd,
@@ -38,7 +45,7 @@ from actmem.torchcompat import (
     without_autocast,
 )
 
-__all__ = ["unpack"]
+__all__ = ["asked_by_function", "enter", "leave", "replaying", "unpack"]
 
 
 @never_compile
@@ -54,12 +61,12 @@ def unpack(packed: Any) -> Tensor:
         declared = False
         if value.held is None:
             if packed.checksum is not None:
-                declared = any(hasattr(node.func, "function") for _, node in _order(value))
+                declared = any(hasattr(node.func, "function") for _, node in replay_order(value, _name))
             _materialise(value)
         elif type(value.held) is Boxed:
             _open(value)
         base = _held(value)
-        if sys.getrefcount(value) > 3 and _may_be_written(base):
+        if needs_private_copy(value, 2, parameter=isinstance(base, Parameter), by_function=asked_by_function):
             with below_autograd():
                 base = copied(base)
         if (
@@ -82,12 +89,9 @@ def unpack(packed: Any) -> Tensor:
         return tensor
 
 
-def _may_be_written(base: Tensor) -> bool:
-    """Tell whether the backward step that asks may write into what it is given, as some kernels do to save memory.
-
-    Only a Python Function can. A parameter it would have spoilt in plain training too.
-    """
-    return isinstance(current_autograd_node(), BackwardCFunction) and not isinstance(base, Parameter)
+def asked_by_function() -> bool:
+    """Return whether the running backward step belongs to a Python autograd Function."""
+    return isinstance(current_autograd_node(), BackwardCFunction)
 
 
 def _unpack_other(packed: Any) -> Tensor:
@@ -111,12 +115,12 @@ def _open(value: Value) -> None:
         value.held, value.version = boxed.packed, boxed.version
         raise VersionError(_changed(value))
     tensor = boxed.unpack(boxed.packed)
-    # What comes back must lie on its storage as what was given did: from its beginning.
+    # What comes back must lie at the beginning of its storage, as what was packed did.
     value.held = tensor if tensor.storage_offset() == 0 and tensor.is_contiguous() else tensor.contiguous().clone()
 
 
 def _held(value: Value) -> Tensor:
-    """Return the tensor that holds a value, after making sure that its bytes are still those that were recorded."""
+    """Return the tensor that holds a value, after checking that its bytes are still those that were recorded."""
     base = value.held
     if value.version == UNCHECKED:
         if value.num_bytes and not value.own and base.untyped_storage().nbytes() < value.num_bytes:
@@ -131,7 +135,7 @@ def _held(value: Value) -> Tensor:
 
 def _materialise(value: Value) -> None:
     """Replay the chain that leads to a value."""
-    order = _order(value)
+    order = replay_order(value, _name)
     if not order:
         raise ReplayError(
             "a saved value can no longer be replayed: its operator failed in an earlier backward pass. Run the "
@@ -145,48 +149,17 @@ def _materialise(value: Value) -> None:
                 wanted, node = order.pop()
                 if wanted.node is node:  # else an earlier node of this chain made it, as another of its outputs
                     _run(node, wanted)
-                del wanted, node  # let go at once of what nothing else needs
+                del wanted, node  # release at once what nothing else needs
     finally:
         leave()
 
 
 def _open_all(order: list[tuple[Value, Node]]) -> None:
-    """Take back what the hooks around the tape have, before anything runs: they may run a forward of their own."""
+    """Take back what the hooks around the tape hold, before anything runs: they may run a forward of their own."""
     for _, node in order:
         for ref in node.refs:
             if ref[2] is not None and type(ref[2].held) is Boxed:
                 _open(ref[2])
-
-
-def _order(value: Value) -> list[tuple[Value, Node]]:
-    """List the nodes to run, last first, each with the value that asked for it."""
-    order: list[tuple[Value, Node]] = []
-    seen: set[int] = set()
-    stack: list[tuple[Value, Any]] = []
-    if value.node is not None:
-        seen.add(id(value.node))
-        stack.append((value, iter(value.node.refs)))
-    while stack:
-        current, refs = stack[-1]
-        for ref in refs:
-            parent: Value | None = ref[2]
-            if parent is not None and parent.held is None:
-                node = parent.node
-                if node is None:
-                    raise ReplayError(
-                        f"nothing holds {_name(parent)}, which a replay needs. This is a defect of actmem: please "
-                        "report it."
-                    )
-                if id(node) not in seen:
-                    seen.add(id(node))
-                    stack.append((parent, iter(node.refs)))
-                    break
-        else:
-            assert current.node is not None
-            order.append((current, current.node))
-            stack.pop()
-    order.reverse()
-    return order
 
 
 def _run(node: Node, wanted: Value) -> None:
@@ -194,7 +167,7 @@ def _run(node: Node, wanted: Value) -> None:
     args = list(node.args)
     kwargs = dict(node.kwargs) if node.kwargs else None
     writes = node.writes
-    # Whatever the call writes it must write, and read, in one place: the tensors of a call may share a storage.
+    # The call must write and read each written tensor in one place: the tensors of a call may share a storage.
     copies = _writable(node) if writes is not None else None
     i: Any
     j: Any
@@ -219,7 +192,7 @@ def _run(node: Node, wanted: Value) -> None:
     if node.outs is None:
         if type(out) is not Tensor:
             out = next(iter(tensors(out)))
-        _made(wanted, without_bits(out) if out.is_conj() or out.is_neg() else out)
+        made(wanted, without_bits(out) if out.is_conj() or out.is_neg() else out)
         return
     results = dict(enumerate(tensors(out)))
     if writes is not None:
@@ -228,13 +201,7 @@ def _run(node: Node, wanted: Value) -> None:
     for slot, reference in node.outs:
         value = reference()
         if value is not None and value.node is node:
-            _made(value, without_bits(results[slot]))
-
-
-def _made(value: Value, tensor: Tensor) -> None:
-    value.held, value.own, value.node, value.debts = tensor, True, None, None
-    if value.row is not None:
-        value.row.replayed += 1
+            made(value, without_bits(results[slot]))
 
 
 def _call(node: Node, args: list[Any], kwargs: dict[str, Any] | None) -> Any:
@@ -261,16 +228,12 @@ def _draw(node: Node, args: list[Any], kwargs: dict[str, Any] | None) -> Any:
 
 def _writable(node: Node) -> dict[int, Any]:
     """Return, for each value that a call writes, bytes that may be written: its own, if nothing else will read them."""
+    in_place = written_in_place(node)
     copies: dict[int, Any] = {}
-    written = {(w[0], w[1]) for w in node.writes or ()}
-    num_refs = Counter(id(r[2]) for r in node.refs)
     for ref in node.refs:
         value: Value | None = ref[2]
-        if value is None or (ref[0], ref[1]) not in written or id(value) in copies:
-            continue
-        # The references that do not count: the node's, this name's and the call's.
-        spare = value.own and sys.getrefcount(value) <= num_refs[id(value)] + 2
-        copies[id(value)] = _held(value) if spare else copied(_held(value))
+        if value is not None and id(value) in in_place and id(value) not in copies:
+            copies[id(value)] = _held(value) if in_place[id(value)] else copied(_held(value))
     return copies
 
 
@@ -290,7 +253,7 @@ def _placed(args: list[Any], kwargs: dict[str, Any] | None, i: Any, j: int) -> T
 
 
 class _Own(list[Any]):
-    """A list argument that was copied for this call: the recorded one stays as it is."""
+    """A list argument that was copied for this call: the recorded one stays unchanged."""
 
 
 # -------------------------------------------------------------------- errors
@@ -326,3 +289,25 @@ def _freed(value: Value) -> str:
 def _mismatch(value: Value, declared: bool, device: torch.device) -> str:
     likely = likely_of_replay(device.type, declared=declared)
     return f"replaying {_name(value)} did not give the bits of the forward pass. {likely}"
+
+
+class _Depth(threading.local):
+    value: int = 0  # a class attribute: every thread starts from it without running an initialiser
+
+
+_depth = _Depth()
+
+
+def replaying() -> bool:
+    """Return whether the operators that this thread runs are replays."""
+    return _depth.value > 0
+
+
+def enter() -> None:
+    """Begin a replay in this thread. Replays nest; call `leave` in a `finally`."""
+    _depth.value += 1
+
+
+def leave() -> None:
+    """End the innermost replay of this thread."""
+    _depth.value -= 1

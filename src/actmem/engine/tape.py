@@ -2,7 +2,7 @@
 
 NOTE [ Replay the tape, not the code ]
 Recomputation elsewhere runs a module's Python code a second time. Here Python runs once. The tape sits below
-autograd, sees every operator of the forward, and writes down those whose results the plan does not keep. When
+autograd, sees every operator of the forward, and records those whose results the plan does not keep. When
 autograd saves a tensor, it gets a `Handle` instead: a value and a geometry. In the backward pass a handle is opened
 (`replay.py`), and only the operators that lead to its value are run again, from what is held. No hook, cache, counter
 or random generator is touched twice, because no code that touches one is run.
@@ -30,17 +30,26 @@ from torch import Tensor
 
 from actmem.engine import barriers
 from actmem.engine.away import Away
-from actmem.engine.checksum import checksum, has_bytes
 from actmem.engine.coverage import Coverage
-from actmem.engine.cutting import Cut
-from actmem.engine.deciding import Verdicts
-from actmem.engine.holding import UNLIMITED, Holdings, preserve, preserve_elsewhere, storage_of
-from actmem.engine.observing import Observation
+from actmem.engine.holding_rules import UNLIMITED, inherited, promote, reason
+from actmem.engine.holdings import Holdings, find, preserve_elsewhere, storage_of
+from actmem.engine.observation import Cut, Observation
 from actmem.engine.operators import DESCRIBED, Operator, describe, generator_state
-from actmem.engine.tracing import Tracer
-from actmem.engine.trees import put_together, take_apart, tensors
-from actmem.engine.values import KEPT, UNCHECKED, Boxed, Node, Value, geometry
-from actmem.engine.writing import Write, promote, written_by
+from actmem.engine.overwrites import Write, written_by
+from actmem.engine.values import (
+    KEPT,
+    UNCHECKED,
+    Again,
+    Boxed,
+    Node,
+    Value,
+    checksum,
+    geometry,
+    has_bytes,
+    take_apart,
+    tensors,
+)
+from actmem.engine.verdicts import Tracer, Verdicts
 from actmem.torchcompat import (
     TorchDispatchMode,
     alias,
@@ -63,7 +72,7 @@ _EMPTY: Any = torch.ops.aten.empty_strided.default
 
 
 class Handle:
-    """What autograd holds in the place of a saved tensor: a value, and how to see it."""
+    """What autograd holds instead of a saved tensor: a value, and how to view it."""
 
     __slots__ = ("__weakref__", "bits", "checksum", "dtype", "offset", "size", "stride", "tape", "value")
 
@@ -88,9 +97,12 @@ class Flattened:
 
 
 class Tape(Holdings, TorchDispatchMode):
-    """Record one forward call of one block. Entered by `engine.calling`, never by hand."""
+    """Record one forward call of one block. Entered by `engine.calling`, never directly."""
 
     supports_higher_order_operators = True
+
+    _refers_always = False
+    """Find out what a call reads even if no plan needs to know."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -99,8 +111,7 @@ class Tape(Holdings, TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Do without torch's wrapper around the handler: `never_compile` does the same for nothing."""
-        return False
+        return False  # no need for torch's wrapper around the handler: `never_compile` does the same at no cost
 
     def __init__(
         self,
@@ -146,7 +157,7 @@ class Tape(Holdings, TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and write down what is needed to run it again."""
+        """Run an operator, and record what is needed to run it again."""
         if types and any(map(is_wrapper, types)):
             return NotImplemented  # a wrapper subclass: the operators beneath it come here next
         operator = _operators.get(id(func)) or describe(func)
@@ -168,8 +179,11 @@ class Tape(Holdings, TorchDispatchMode):
             keep = self._verdicts.decide(operator, self.address, self._counts, out)
         if self._numbered:
             keep = self._in_cut(func) or keep
-        if _default_dtype() is not self._dtype:
-            keep = keep or "opaque"  # a replay would not find the default dtype that this call found
+        if _default_dtype() is not self._dtype and not keep:
+            self._record_outputs(
+                operator, None, out, "opaque"
+            )  # a replay would not find the default dtype of this call
+            return out
         if type(out) is not Tensor:
             self._record_outputs(operator, None if keep else self._node(operator, args, kwargs), out, keep)
             return out
@@ -228,7 +242,7 @@ class Tape(Holdings, TorchDispatchMode):
         return out
 
     def _in_cut(self, func: Any) -> str:
-        """Count an operator, and tell why what it makes belongs to the smallest cut; "" if it does not."""
+        """Count an operator, and return why its result belongs to the smallest cut; "" if it does not."""
         if self.observation is not None:
             self.observation.begin(func)
         cut = self._cut
@@ -247,7 +261,7 @@ class Tape(Holdings, TorchDispatchMode):
         if operator.composite and (divided := divide(self, func, args, kwargs)) is not NotImplemented:
             return divided
         writes = [Write(where, j, t, operator, args, kwargs) for where, j, t in written_by(operator, args, kwargs)]
-        ran = not writes and not operator.draws(args, kwargs)  # nothing to take leave of, and no state to note first
+        ran = not writes and not operator.draws(args, kwargs)  # nothing to retire, and no state to note first
         out: Any = call(*args, **kwargs) if ran else None
         keep = self._known.get(operator)
         if keep is None:
@@ -266,14 +280,15 @@ class Tape(Holdings, TorchDispatchMode):
             if state is None:
                 forbidden = "generator"
         unread = operator.unread(args, kwargs)
-        given = (keep or forbidden) if self._exact else (forbidden or keep)
+        given = reason(keep, forbidden, exact=self._exact)
         for write in writes:
             write.old = self._lookup(write.tensor)
-            write.fate = given or ("external" if write.where in unread else write.inherited())
+            write.fate = given or ("external" if write.where in unread else inherited(write.old, whole=write.whole))
         replayable = forbidden is None and not keep
         coverage = writes[0].coverage() if replayable and len(writes) == 1 else None
         node = None
-        if replayable and (operator.fresh or coverage is not None or any(w.fate is None for w in writes)):
+        refers = self._refers_always or operator.fresh or coverage is not None
+        if replayable and (refers or any(w.fate is None for w in writes)):
             node = self._node(operator, tuple(None if i in unread else a for i, a in enumerate(args)), kwargs)
             node.state = state
             node.overwrite([(w.where, w.item, w.tensor, w.whole) for w in writes if w.where not in unread])
@@ -287,16 +302,18 @@ class Tape(Holdings, TorchDispatchMode):
         elif not ran:
             out = call(*args, **kwargs)
         made = self._record_writes(operator, node, writes, coverage)
+        if self.observation is not None:
+            self.observation.special(operator, forbidden, writes, unread, coverage)
         if forbidden == "uninitialised" and not writes and isinstance(out, Tensor) and storage_of(out) is not None:
             self._record_uninitialised(operator, out)
         else:
-            self._record_outputs(operator, node, out, given or "", made)
+            self._record_outputs(operator, node, out, given, made)
         if again and node is not None and (value := self._lookup(out)) is not None:
             value.debts = barriers.ACROSS
         return out
 
     def _anchor(self, operator: Operator, node: Node, given: Tensor) -> bool:
-        """Make sure that a collective can be issued again; False if it had better be saved.
+        """Make sure that a collective can be reissued; False if it should be saved instead.
 
         See NOTE [ Collectives again ] in `barriers.py`.
         """
@@ -308,11 +325,13 @@ class Tape(Holdings, TorchDispatchMode):
         if value.node is None:
             self._hold(value, given, alias_in_handler)
         else:
-            barriers.settle(value, given.untyped_storage().nbytes(), self._hold_owed_in_handler, given, self._free)
+            barriers.settle(
+                value, given.untyped_storage().nbytes(), self._hold_owed_in_handler, given, find, self._free
+            )
         return True
 
     def _leave_behind(self, writes: list[Write], fills_saved: frozenset[int | str]) -> None:
-        """Take leave of the versions that an operator is about to overwrite."""
+        """Retire the versions that an operator is about to overwrite."""
         for write in writes:
             # The call itself may have been the first to refer to it.
             value, write.old = write.old or self._lookup(write.tensor), None
@@ -325,7 +344,7 @@ class Tape(Holdings, TorchDispatchMode):
                     write.early = Value(value.storage, None, 0, None)
                     for handle in early:
                         handle.value, handle.checksum = write.early, None
-                preserve(value)
+                self._preserve(value)
                 del value, early
             preserve_elsewhere(write.tensor)
         self._recent.clear()
@@ -338,7 +357,7 @@ class Tape(Holdings, TorchDispatchMode):
         for k, write in enumerate(writes):
             storage = write.tensor.untyped_storage()
             if self._lookup(write.tensor) is not None:
-                continue  # two of the written tensors lie on one storage: one new version of it
+                continue  # two of the written tensors share a storage: one new version of it
             value = write.early or Value(_ref(storage), None, 0, None)
             value.node, value.slot, value.why = node if write.fate is None else None, -1 - k, write.fate
             if write.early is not None and (value.node is None or barriers.all_debts(value.node.refs) is not None):
@@ -356,7 +375,7 @@ class Tape(Holdings, TorchDispatchMode):
         return made
 
     def record_call(self, operator: Operator, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a declared function, and record it as one operator, whose replay runs `operator.func`."""
+        """Run a declared function and record it as one operator."""
         generators = [torch.default_generator]
         first = next(tensors(args, kwargs), None)
         if first is not None and first.device.type != "cpu":
@@ -383,17 +402,17 @@ class Tape(Holdings, TorchDispatchMode):
             finally:
                 self.paused = False
             node = self._node(operator, tuple(leaves), None)
-            node.func = _Again(operator.func, spec, drawn)
+            node.func = Again(operator.func, spec, drawn)
         self._record_outputs(operator, node, out, keep, [])
         return out
 
     def _record_uninitialised(self, operator: Operator, out: Tensor) -> None:
-        """Make a value of a newborn tensor, with the call that could make another when all of it has been written."""
+        """Make a value of a newborn tensor, with the call that could make another once all of it has been written."""
         storage = out.untyped_storage()
         value = Value(_ref(storage), None, 0, "uninitialised")
         value.coverage = Coverage.of(out)
         if value.coverage is not None:
-            # Only its geometry matters: what `empty_like` was like need not be held for it.
+            # Only its geometry matters: the argument of `empty_like` need not be held for it.
             place = {"dtype": out.dtype, "device": out.device}
             value.pending = Node(_EMPTY, [out.size(), out.stride()], place, [])
         self._remember(value, storage, out, operator)
@@ -406,7 +425,7 @@ class Tape(Holdings, TorchDispatchMode):
         why: str,
         made: list[tuple[int, weakref.ref[Value]]] | None = None,
     ) -> None:
-        """Make a value of each output tensor that is no view of something known."""
+        """Make a value of each output tensor that is not a view of something known."""
         made = made or []
         for slot, t in enumerate(tensors(out)):
             storage = storage_of(t)
@@ -431,7 +450,7 @@ class Tape(Holdings, TorchDispatchMode):
     # ---------------------------------------------------------------- writing calls down
 
     def _node(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Node:
-        """Write down a call, its tensors replaced by references to values."""
+        """Record a call, with its tensors replaced by references to values."""
         refs: list[tuple[Any, ...]] = []
         plain = list(args)
         for i, a in enumerate(args):
@@ -482,7 +501,7 @@ class Tape(Holdings, TorchDispatchMode):
 
     @never_compile
     def pack(self, tensor: Tensor) -> Any:
-        """Take a tensor that autograd saves, and return what it is to hold instead."""
+        """Take a tensor that autograd saves, and return what autograd is to hold instead."""
         if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
             return self._pack_wrapper(tensor)
         if tensor.is_nested or (type(tensor) is not Tensor and is_wrapper(type(tensor))):
@@ -500,7 +519,7 @@ class Tape(Holdings, TorchDispatchMode):
             if value.node is None:
                 self._hold_saved(value, tensor)
             elif value.debts is not None:
-                barriers.settle(value, storage.nbytes(), self._hold_owed, tensor, self._free)
+                barriers.settle(value, storage.nbytes(), self._hold_owed, tensor, find, self._free)
         elif value.version != UNCHECKED and value.held._version != value.version:
             value = self._saved_external(tensor, storage)  # written unseen
         bits = (tensor.is_conj() | tensor.is_neg() << 1) if self._bits else 0
@@ -529,13 +548,13 @@ class Tape(Holdings, TorchDispatchMode):
     def _pack_wrapper(self, tensor: Tensor) -> Flattened:
         wait: Any = getattr(tensor, "trigger_wait", None)
         if wait is not None and (self.observation is not None or self._outer is not None):
-            wait()  # a collective that is still under way, and somebody is about to read its bytes
+            wait()  # a collective that is still in flight, and its bytes are about to be read
         flatten: Any = getattr(tensor, "__tensor_flatten__")  # noqa: B009 - only wrapper subclasses have it
         names, context = flatten()
         inner: dict[str, Any] = {}
         for name in names:
             x: Any = getattr(tensor, name)
-            # Offsets and the like are kept as the objects they are: a nested tensor's length is known by that object.
+            # Offsets and the like are kept as the objects they are: that object identifies a nested tensor's length.
             saved = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
             inner[name] = self.pack(x) if saved else x
         return Flattened(type(tensor), inner, context, tensor.size(), tensor.stride())
@@ -553,7 +572,7 @@ class Tape(Holdings, TorchDispatchMode):
     # ---------------------------------------------------------------- ends
 
     def keep_outputs(self, out: Any) -> None:
-        """Hold the values of a nested unit's outputs, so that no replay from behind it reaches into the unit."""
+        """Hold the values of a nested unit's outputs, so that no replay of later operators reaches into the unit."""
         for t in tensors(out):
             value = self._lookup(t) if storage_of(t) is not None else None
             if value is not None and value.node is not None and value.held is None:
@@ -569,21 +588,3 @@ class Tape(Holdings, TorchDispatchMode):
             self._away.send(offered)
         if self.observation is not None:
             self.observation.settle()
-
-
-class _Again:
-    """Runs a declared function again: its arguments as one flat list, its generators where they were."""
-
-    def __init__(self, function: Any, spec: Any, states: list[tuple[torch.Generator, Tensor]]) -> None:
-        self.function, self.spec, self.states = function, spec, states
-
-    def __call__(self, *leaves: Any) -> Any:
-        now = [(g, g.get_state()) for g, _ in self.states]
-        for g, state in self.states:
-            g.set_state(state)
-        try:
-            args, kwargs = put_together(self.spec, iter(leaves))
-            return self.function(*args, **kwargs)
-        finally:
-            for g, state in now:
-                g.set_state(state)

@@ -13,21 +13,41 @@ A value is in one of four states:
     recorded       `node` can make it again
     kept           neither, `why` is in `KEPT`: the plan or the smallest cut wants replays to start here
     given          neither, any other `why`: never replayed
-The last two become held when something that autograd saves cannot do without (NOTE [ Barriers ]).
+The last two become held when something that autograd saves cannot do without them (NOTE [ Barriers ]).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
+from torch import Generator, Tensor
 
 from actmem.engine.coverage import Coverage
+from actmem.torchcompat import FakeTensor, storage_key
 
-__all__ = ["Boxed", "Geometry", "Node", "Value", "copied", "flat", "geometry", "see", "without_bits"]
+__all__ = [
+    "Again",
+    "Boxed",
+    "Geometry",
+    "Node",
+    "Value",
+    "checksum",
+    "copied",
+    "flat",
+    "geometry",
+    "has_bytes",
+    "put_together",
+    "see",
+    "storages_of",
+    "take_apart",
+    "tensors",
+    "without_bits",
+]
 
 Geometry = tuple[Any, Any, Any, torch.dtype, int]
 """Size, stride, storage offset, dtype, and the conj (1) and neg (2) bits."""
@@ -48,17 +68,19 @@ class Boxed:
         self.packed = packed
         self.unpack = unpack
         self.version: int | None = None
-        """The version of `packed`, where the hook gave back the very bytes that it was given: others may write them."""
+        """The version of `packed`, where the hook gave back the same bytes that it was given: others may write them."""
 
 
 class Value:
     """One storage in one version. See NOTE [ Values ].
 
-    The defaults stand on the class: a value is made for nearly every operator, and most keep most of them.
+    The defaults are on the class: a value is made for nearly every operator, and most keep most of them.
     """
 
     held: Any = None
     version: int = UNCHECKED
+    order: int = -1
+    """When it was first held, in the order of all values; -1 if it never was."""
     own: bool = False
     """`held` was made by a replay: nobody outside the tape can see it."""
     debts: tuple[Value, ...] | None = None
@@ -68,11 +90,11 @@ class Value:
     saved: bool = False
     """Autograd saved it."""
     reserved: bool = False
-    """`tensor` is kept from dying until the forward is over."""
+    """`tensor` is kept alive until the forward is over."""
     coverage: Coverage | None = None
     """For values born uninitialised: what was written since."""
     pending: Node | None = None
-    """For the same: the node that makes this version, for the day when nothing is left uninitialised."""
+    """For the same: the node that makes this version, for when nothing is left uninitialised."""
     num_bytes: int = 0
     row: Any = None
     """What the report knows of this value, if this step is observed."""
@@ -86,7 +108,7 @@ class Value:
         self.why = why
 
     def written_unseen(self, tensor: torch.Tensor) -> bool:
-        """Tell whether unseen code wrote what a node made: an operator's result is born at version 0."""
+        """Return whether unseen code wrote what a node made: an operator's result is born at version 0."""
         return self.slot >= 0 and not tensor.is_inference() and tensor._version != 0
 
 
@@ -94,7 +116,7 @@ class Node:
     """One recorded operator call: what is needed to run it again."""
 
     writes: list[tuple[int | str, int, int, torch.device]] | None = None
-    """A tuple for each written argument: (position or name, position in a list or -1, bytes to allocate anew or -1,
+    """A tuple for each written argument: (position or name, position in a list or -1, bytes to allocate or -1,
     device)."""
     outs: list[tuple[int, weakref.ref[Value]]] | None = None
     """Slot and value of each output, where there are several. The only arrows that point forwards, hence weak."""
@@ -106,7 +128,7 @@ class Node:
     def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any] | None, refs: list[tuple[Any, ...]]) -> None:
         self.func = func
         self.args = args
-        """The arguments, with None in the place of each tensor."""
+        """The arguments, with None in place of each tensor."""
         self.kwargs = kwargs
         self.refs = refs
         """A tuple for each tensor argument: (position or name, position in a list or -1, value, *geometry)."""
@@ -135,13 +157,13 @@ if _count_of_a_local() != 2:  # pragma: no cover - depends on the interpreter
     # Whether anything else can reach a value is asked of its reference count. Some interpreters do not count local
     # names.
     raise ImportError(
-        f"this Python ({sys.version.split()[0]}) counts references otherwise than actmem's tape expects, and gradients "
+        f"this Python ({sys.version.split()[0]}) does not count references as actmem's tape expects, and gradients "
         "could be wrong. Use CPython 3.11, 3.12 or 3.13."
     )
 
 
 def without_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on the same storage and version counter that shows the bytes as they are."""
+    """Return the tensor on the same storage and version counter that shows the raw bytes."""
     if tensor.is_conj():
         tensor = torch.ops.aten._conj(tensor)
     return torch.ops.aten._neg_view(tensor) if tensor.is_neg() else tensor
@@ -163,14 +185,14 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied(base: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that lies like `base` on a copy of its whole storage. Dispatch modes see the copy being made."""
+    """Return a tensor laid out like `base` on a copy of its whole storage. Dispatch modes see the copy being made."""
     storage = flat(base).clone().untyped_storage()
     copy = torch.empty(0, dtype=base.dtype, device=base.device)
     return copy.set_(storage, base.storage_offset(), base.size(), base.stride())
 
 
 def geometry(tensor: torch.Tensor) -> Geometry:
-    """Describe how `tensor` lies on its storage."""
+    """Return the geometry of `tensor` on its storage."""
     bits = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)
     return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, bits
 
@@ -198,3 +220,114 @@ def see(base: torch.Tensor, size: Any, stride: Any, offset: Any, dtype: Any, bit
         if bits & 2:
             tensor = torch.ops.aten._neg_view(tensor)
     return tensor
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Return whether there is anything to sum: a fake or meta tensor has a shape only."""
+    return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Return a number that almost surely changes when any bit of `tensor` does.
+
+    It costs one pass over the tensor and no copy.
+
+    >>> x = torch.tensor([1.0, 2.0, 3.0])
+    >>> checksum(x) == checksum(x.clone()), checksum(x) == checksum(x + 1e-6)
+    (True, False)
+    """
+    with torch.no_grad():
+        tensor = tensor.detach()
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        if tensor.dtype is not torch.bool:
+            tensor = tensor.view(_INTEGERS[tensor.element_size()])
+        total = tensor.sum(dtype=torch.int64)
+        # The second sum detects a swap of two halves, which the first one does not.
+        halved = next((d for d, n in enumerate(tensor.shape) if n > 1), None)
+        if halved is None:
+            return int(total)
+        part = tensor.narrow(halved, 0, (tensor.size(halved) + 1) // 2).sum(dtype=torch.int64)
+        return hash((int(total), int(part)))
+
+
+def take_apart(x: Any, leaves: list[Any]) -> Any:
+    """Append the leaves of nested lists, tuples and dicts, and return what `put_together` needs. Makes no cycles."""
+    kind = cast("Any", type(x))
+    if kind is list or kind is tuple:
+        return kind, [take_apart(y, leaves) for y in x]
+    if kind is dict:
+        return list(x), [take_apart(y, leaves) for y in x.values()]
+    leaves.append(x)
+    return None
+
+
+def put_together(spec: Any, leaves: Iterator[Any]) -> Any:
+    """Undo `take_apart`.
+
+    >>> leaves = []
+    >>> spec = take_apart({"a": [1, (2, 3)]}, leaves)
+    >>> leaves, put_together(spec, iter(leaves))
+    ([1, 2, 3], {'a': [1, (2, 3)]})
+    """
+    if spec is None:
+        return next(leaves)
+    kind, parts = spec
+    items = [put_together(part, leaves) for part in parts]
+    if kind is list:
+        return items
+    return tuple(items) if kind is tuple else dict(zip(kind, items, strict=True))
+
+
+def tensors(*items: Any) -> Iterator[Tensor]:
+    """Yield every tensor in nested lists, tuples, dicts and dataclasses, in order.
+
+    >>> import torch
+    >>> [t.item() for t in tensors([torch.tensor(1), {"a": torch.tensor(2)}], 3, (torch.tensor(4),))]
+    [1, 2, 4]
+    """
+    x: Any
+    for x in items:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from tensors(*x)  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(x, dict):
+            yield from tensors(*x.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+        elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+            yield from tensors(*(getattr(x, field.name) for field in dataclasses.fields(x)))
+
+
+class Again:
+    """Call a declared function again, from its arguments as one flat list, with its generators as they were."""
+
+    def __init__(self, function: Any, spec: Any, states: list[tuple[Generator, Tensor]]) -> None:
+        self.function, self.spec, self.states = function, spec, states
+
+    def __call__(self, *leaves: Any) -> Any:
+        """Call it, and leave the generators in their present state."""
+        now = [(g, g.get_state()) for g, _ in self.states]
+        for g, state in self.states:
+            g.set_state(state)
+        try:
+            args, kwargs = put_together(self.spec, iter(leaves))
+            return self.function(*args, **kwargs)
+        finally:
+            for g, state in now:
+                g.set_state(state)
+
+
+def storages_of(items: list[Tensor]) -> set[int]:
+    """Return the identities of the tensors' storages."""
+    found: set[int] = set()
+    for t in items:
+        try:
+            found.add(storage_key(t.untyped_storage()))
+        except (NotImplementedError, RuntimeError, ValueError):  # sparse, a wrapper without bytes of its own, or lazy
+            continue
+    return found

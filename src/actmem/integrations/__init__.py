@@ -1,8 +1,8 @@
-"""actmem inside the loops of other libraries. Thin: each file translates events into `apply`, `remove` and numbers.
+"""Callbacks for the training loops of other libraries. Each only turns events into `apply`, `remove` and metrics.
 
-- `transformers.py`: a callback for `Trainer`, and so for the trainers of TRL.
+- `transformers.py`: a callback for `Trainer`, and thus for the trainers of TRL.
 - `lightning.py`: a callback for Lightning's `Trainer`, under both of its package names.
-- `metrics.py`: what a step did, as a plain dict for any logger.
+- `metrics.py`: metrics of a step, as a plain dict for any logger.
 
 Accelerate, PEFT and a plain loop need nothing from here: call `actmem.apply` before `accelerator.prepare`, and after
 `get_peft_model`. `import actmem` imports none of these libraries.

@@ -19,8 +19,7 @@ from torch import nn
 from typing_extensions import override
 
 from actmem.errors import ModeError, StructureError
-from actmem.integrations._managing import ApplyOptions, Managing
-from actmem.integrations._requiring import missing
+from actmem.integrations._managed_run import ApplyOptions, Managing, missing
 from actmem.integrations.metrics import Metrics
 from actmem.modes import Budget, Mode
 from actmem.plan import Plan
@@ -36,16 +35,16 @@ __all__ = ["ActmemCallback"]
 class ActmemCallback(Managing, Callback):
     """Train under a mode or a plan: `Trainer(..., callbacks=[ActmemCallback(actmem.Full())])`.
 
-    It is made a `Callback` of the package that was imported when it is made, as each knows only its own. The module is
-    changed in `setup`, before the strategy wraps it, and changed back when the fit is over.
+    It becomes a `Callback` of the package that is imported when it is created, as each package recognises only its own.
+    The mode is applied in `setup`, before the strategy wraps the module, and removed when the fit ends.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Make one that Lightning accepts."""
+        """Create an instance that Lightning accepts as a callback."""
         return object.__new__(_as_callback(cls))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be made anew in another process, where strategies that spawn send it."""
+        """Support pickling, for strategies that spawn processes."""
         return _made_anew, (getattr(type(self), "_kind", type(self)), vars(self))
 
     def __init__(
@@ -57,12 +56,12 @@ class ActmemCallback(Managing, Callback):
         on_metrics: Callable[[Metrics], object] | None = None,
         **options: Unpack[ApplyOptions],
     ) -> None:
-        """Remember what to do.
+        """Store the mode and its options.
 
         Args:
             mode: what `actmem.apply` takes.
-            module: which part of the LightningModule the mode is for, such as "model". A plan has the names of the
-                model that it was made for, and a `Budget` runs that model's forward. Left out: all of it.
+            module: the part of the LightningModule to apply the mode to, such as "model". A plan refers to the names
+                of the model that it was made for, and a `Budget` runs that model's forward. Default: all of it.
             example: the batch that a `Budget` is planned for.
             on_metrics: called after each optimizer step, on every rank, with a plain dict: `found.append`, `wandb.log`.
             options: `blocks`, `scope`, `engine`, `collectives` and `loss`, as for `actmem.apply`.
@@ -83,13 +82,13 @@ class ActmemCallback(Managing, Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Change the module, before a fit."""
+        """Apply the mode to the module, before a fit."""
         if stage == "fit":
             if isinstance(self.mode, Budget) and not self._path and _has_no_forward(pl_module):
                 names = ", ".join(name for name, _ in pl_module.named_children()) or "none"
                 raise ModeError(
-                    f"a Budget runs forward, and {type(pl_module).__name__} has none of its own. Name the part that it "
-                    f"is for: ActmemCallback(..., module='model'). Its parts: {names}."
+                    f"a Budget runs forward, and {type(pl_module).__name__} does not define it. Name the part to apply "
+                    f"it to: ActmemCallback(..., module='model'). Its parts: {names}."
                 )
             mode, num = self.mode, trainer.accumulate_grad_batches
             if isinstance(mode, Budget) and mode.microbatches == 1:
@@ -103,25 +102,25 @@ class ActmemCallback(Managing, Callback):
         except AttributeError:
             names = ", ".join(name for name, _ in whole.named_children()) or "none"
             raise StructureError(
-                f"module = {self._path!r} is no part of {type(whole).__name__}. Its parts: {names}. (What "
-                "configure_model builds is not there yet in setup: build it in __init__.)"
+                f"module = {self._path!r} is not a part of {type(whole).__name__}. Its parts: {names}. (What "
+                "configure_model builds does not exist yet in setup: build it in __init__.)"
             ) from None
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Send the metrics of a step, once the optimizer has stepped."""
+        """Report the metrics of a step, once the optimizer has stepped."""
         if trainer.global_step != self._num_steps:
             self._num_steps = trainer.global_step
             self._step(self._num_steps)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Change the module back when a fit breaks off."""
+        """Remove the mode when a fit is aborted."""
         self._take_off()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Change the module back."""
+        """Remove the mode."""
         if stage == "fit":
             self._take_off()
 
@@ -140,7 +139,7 @@ def _subclass(kind: type, bases: tuple[type, ...]) -> type:
 
 
 def _as_callback(kind: type) -> Any:
-    """Return a subclass that is also a `Callback` of the packages in use; importing one unasked renames its logger."""
+    """Return a subclass that is also a `Callback` of the imported packages; importing one would rename its logger."""
     modules = [sys.modules[name] for name in _PACKAGES if sys.modules.get(name) is not None] or [_first_package()]
     bases = tuple(m.Callback for m in modules if not issubclass(kind, m.Callback))
     return _subclass(kind, bases) if bases else kind

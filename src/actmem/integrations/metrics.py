@@ -1,4 +1,4 @@
-"""What a step did, as a plain dict: one for each step and rank, for any logger."""
+"""Metrics of a step as a plain dict, one per step and rank, for any logger."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch
 
 from actmem.applying import Applied
 from actmem.measuring import Measurement
-from actmem.report import Report
+from actmem.reporting import Report
 
 __all__ = ["Metrics", "Recorder", "step_metrics"]
 
 Metrics = dict[str, int | float]
-"""Names to numbers. Bytes end in `_bytes`, seconds in `_seconds`, counts begin with `num_`."""
+"""Metrics by name. Names of byte counts end in `_bytes`, of times in `_seconds`; other counts begin with `num_`."""
 
 _DECISIONS = {"saved": "save", "recomputed": "recompute", "offloaded": "offload"}
 
 
 def step_metrics(applied: Applied, measurement: Measurement | None = None) -> Metrics:
-    """Return what the latest observed step did, in numbers. Bytes and counts are of this rank, over all its blocks.
+    """Return the metrics of the latest observed step. Bytes and counts are for this rank, over all its blocks.
 
     Args:
         applied: what `apply` returned.
-        measurement: what `actmem.measure` returned for a step, if there is one: its peak by category and the seconds
-            of replay are added.
+        measurement: what `actmem.measure` returned for a step, if any: its peak by category and the seconds of replay
+            are added.
 
     >>> import actmem
     >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
@@ -38,15 +38,15 @@ def step_metrics(applied: Applied, measurement: Measurement | None = None) -> Me
 
 
 class Recorder:
-    """Hand the metrics of each step to a function, and look at what the blocks did only when that can have changed."""
+    """Pass the metrics of each step to a function, re-reading what the blocks did only when it can have changed."""
 
     def __init__(self, applied: Applied, receive: Callable[[Metrics], object]) -> None:
         self._applied, self._receive = applied, receive
         self._observed: Metrics | None = None
 
     def step(self, number: int) -> None:
-        """Send the metrics of step `number`."""
-        if self._observed is None or "sent_bytes" in self._observed:  # what was sent away adds up from step to step
+        """Report the metrics of step `number`."""
+        if self._observed is None or "sent_bytes" in self._observed:  # offloaded bytes add up from step to step
             self._observed = _observed(self._applied.report())
         self._receive({"step": number, "rank": _rank(), **self._observed, **_measured(self._applied, None)})
 

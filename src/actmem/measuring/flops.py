@@ -1,7 +1,7 @@
 """Floating-point operations of one operator, by torch's own formulas.
 
-torch's registry has no entry for grouped matrix products, for `linear`, nor, before torch 2.15, for the fused attention
-of the CPU. They are counted here by the rule torch uses for their relatives. Plain matrix products are counted here
+torch's registry has no entry for grouped matrix products, for `linear` or, before torch 2.15, for the CPU's fused
+attention. They are counted here by the rule torch uses for their relatives. Plain matrix products are counted here
 too: the registry's formulas refuse the overloads with an `out_dtype`.
 """
 
@@ -21,7 +21,7 @@ _registry: dict[Any, Any] = flop_counter.flop_registry
 
 
 def flop_formula(func: Any) -> Formula | None:
-    """Return what computes the FLOPs of a call of `func` from arguments, keywords and result; None if it has none.
+    """Return the function that computes the FLOPs of a call from arguments, keywords and result; None if there is none.
 
     >>> import torch
     >>> formula = flop_formula(torch.ops.aten.mm.default)

@@ -4,7 +4,7 @@ NOTE [ what the ledger counts ]
 
 The unit is the storage: a view costs nothing, two tensors on one storage cost it once. A storage is known by a weak
 reference to torch's Python object for it. torch keeps that object for as long as the storage itself lives, so its end
-is the storage's end, to the operator, and its `id` is a safe key until the reference's callback removes it. The
+is exactly the storage's end, and its `id` is a safe key until the reference's callback removes it. The
 allocator reuses addresses at once: a pointer would confuse an old storage with a new one.
 
 An entry is one of three:
@@ -15,19 +15,27 @@ An entry is one of three:
   only summed. Once the step resizes it, its memory is the step's doing: it turns into a step entry of the new size.
 
 The live set of a past moment is read from births, deaths and resizes, so that the peak costs nothing to remember.
+
+`UntypedStorage.resize_` is not an operator, so no dispatch mode sees it; FSDP fills and frees its parameters with it.
+While a listener is present, the method is replaced by one that reports; when the last one leaves, the class is as it
+was.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from threading import get_ident
 from typing import Any, cast
 
 import torch
 
 from actmem.torchcompat import has_storage, is_traceable_wrapper_subclass, without_dispatch_modes
 
-__all__ = ["Account", "Entry", "Ledger", "storages_of", "tensors_in"]
+__all__ = ["Account", "ByteLedger", "Entry", "is_foreign", "storages_of", "tensors_in", "watching_resizes"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -47,7 +55,7 @@ def storages_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
         return tuple(storage for part in parts if isinstance(part, torch.Tensor) for storage in storages_of(part))
     if has_storage(tensor):
         return (tensor.untyped_storage(),)
-    with without_dispatch_modes():  # reading a component is an operator, but no work of the step
+    with without_dispatch_modes():  # reading a component is an operator, but not work of the step
         return tuple(component.untyped_storage() for component in _components(tensor))
 
 
@@ -62,10 +70,18 @@ def _components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return ()
 
 
+def is_foreign(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory belongs to numpy or another library, not to torch's allocator."""
+    return has_storage(tensor) and not tensor.untyped_storage().resizable()
+
+
 class Entry(weakref.ref[torch.UntypedStorage]):
     """Remember the life of one storage without holding it."""
 
-    __slots__ = ("birth", "death", "device", "external", "key", "nbytes", "phase", "role", "sizes", "step", "survived")
+    __slots__ = (
+        *("birth", "death", "device", "external", "held_by_python", "key", "maker", "nbytes", "phase", "role", "sizes"),
+        *("step", "survived"),
+    )
 
     key: int
     device: torch.device
@@ -78,11 +94,15 @@ class Entry(weakref.ref[torch.UntypedStorage]):
     death: int | None
     """It is alive at the end of event k if birth <= k < death."""
     role: str | None
-    """The category by what it is used for, once that is seen."""
+    """The category by its use, once that is seen."""
     survived: bool
     """Allocated by forward and alive when the backward after it began, or when the step ended."""
     sizes: list[tuple[int, int]] | None
     """(event, size from then on), if it was ever resized."""
+    maker: str
+    """The operator that returned it; "" for others."""
+    held_by_python: bool
+    """Python code, such as a hand-written autograd Function, called that operator in a backward pass."""
 
     def nbytes_at(self, event: int) -> int:
         """Return its size at the end of `event`, 0 if it was not alive and counted."""
@@ -94,9 +114,9 @@ class Entry(weakref.ref[torch.UntypedStorage]):
 
 
 class Account:
-    """Sum up one device."""
+    """The sums of one device."""
 
-    __slots__ = ("live_bytes", "peak_bytes", "peak_event", "step_live_bytes", "step_peak_bytes")
+    __slots__ = ("live_bytes", "peak_bytes", "peak_event", "peak_unseen_bytes", "step_live_bytes", "step_peak_bytes")
 
     def __init__(self) -> None:
         self.live_bytes = 0
@@ -104,20 +124,26 @@ class Account:
         self.peak_bytes = 0
         self.step_peak_bytes = 0
         self.peak_event = -1
+        self.peak_unseen_bytes = 0
+        """The part of the peak that is in no entry."""
 
 
-class Ledger:
+class ByteLedger:
     """Keep the entries of one step. See NOTE [ what the ledger counts ]."""
 
     def __init__(self, device: torch.device) -> None:
         self.event = -1
-        """The event under way; -1 until the step begins."""
+        """The current event; -1 until the step begins."""
         self.phase = ""
-        """The phase that births are booked on."""
+        """The phase to which births are booked."""
         self.external_bytes = 0
         self.accounts: dict[torch.device, Account] = {device: Account()}
         self.main = self.accounts[device]
         self._device = device
+        self.booked: Counter[int] = Counter()
+        """How many storages of each size this thread has opened on the CPU, less those that it has seen die, since
+        somebody emptied it."""
+        self._thread = get_ident()
         self._entries: list[Entry] = []
         self._live: dict[int, Entry] = {}
 
@@ -128,9 +154,10 @@ class Ledger:
                 self._open(storage, tensor.device).role = role
 
     def begin(self) -> None:
-        """Take what is counted so far for the state before the step."""
+        """Treat what is counted so far as the state before the step."""
         for account in self.accounts.values():
             account.peak_bytes = account.live_bytes
+        self.booked.clear()
         self.event = 0
 
     def read(self, tensor: torch.Tensor) -> None:
@@ -142,17 +169,30 @@ class Ledger:
             else:
                 self._settle(entry, storage)
 
-    def returned(self, tensor: torch.Tensor) -> None:
+    def returned(self, tensor: torch.Tensor, maker: str = "", *, held_by_python: bool = False) -> None:
         """Book a tensor that an operator returned: allocated by it if unknown."""
         for storage in storages_of(tensor):
             entry = self._live.get(id(storage))
             if entry is None:
-                self._open(storage, tensor.device)
+                entry = self._open(storage, tensor.device)
+                entry.maker, entry.held_by_python = maker, held_by_python
             else:
                 self._settle(entry, storage)
 
+    def entry_of(self, value: Any) -> Entry | None:
+        """Return the entry of a plain tensor's storage, if it is known and counted."""
+        if not isinstance(value, torch.Tensor) or not has_storage(value):
+            return None
+        entry = self._live.get(id(value.untyped_storage()))
+        return None if entry is None or entry.external or entry.death is not None else entry
+
+    def replaced(self, entry: Entry) -> None:
+        """Stop counting a storage although it lives: what has just been returned takes its place."""
+        entry.death = self.event
+        self._book(entry, -entry.nbytes)
+
     def resized(self, storage: torch.UntypedStorage) -> bool:
-        """Book a resize outside every operator. Say whether it changed a counted size."""
+        """Book a resize outside every operator. Return whether it changed a counted size."""
         entry = self._live.get(id(storage))
         if entry is None:  # FSDP keeps empty storages between steps and fills them: the step allocates what is in them
             self._open(storage, storage.device)
@@ -160,30 +200,27 @@ class Ledger:
         return self._settle(entry, storage)
 
     def mark(self, tensor: torch.Tensor, role: str) -> None:
-        """Say what a counted storage is used for, if nobody has yet."""
+        """Record what a counted storage is used for, unless that is already known."""
         for storage in storages_of(tensor):
             entry = self._live.get(id(storage))
             if entry is not None and entry.role is None:
                 entry.role = role
 
-    def sample(self) -> bool:
-        """End the event under way. Say whether the measured device reached a new peak with it."""
+    def sample(self) -> None:
+        """End the current event."""
         for account in self.accounts.values():
             if account.live_bytes > account.peak_bytes:
                 account.peak_bytes, account.peak_event = account.live_bytes, self.event
             elif account.peak_event < 0 and account.live_bytes == account.peak_bytes:
                 account.peak_event = self.event  # nothing was ever above the start, and here we are as high
-            if account.step_live_bytes > account.step_peak_bytes:
-                account.step_peak_bytes = account.step_live_bytes
-        new = self.main.peak_event == self.event
+            account.step_peak_bytes = max(account.step_peak_bytes, account.step_live_bytes)
         self.event += 1
-        return new
 
     def settle_forward(self) -> int:
         """Mark what forward left alive and return its bytes on the measured device."""
         total = 0
         for entry in tuple(self._live.values()):  # a copy: the collector may end entries while we walk
-            if entry.phase == "forward":
+            if entry.phase == "forward" and entry.death is None:
                 entry.survived = True
                 if entry.device == self._device:
                     total += entry.nbytes
@@ -196,6 +233,7 @@ class Ledger:
             if entry.device == self._device:
                 category = entry.role or ("activations" if entry.survived else "temporary")
                 result[category] += entry.nbytes_at(self.main.peak_event)
+        result["temporary"] += self.main.peak_unseen_bytes
         return result
 
     def close(self) -> None:
@@ -216,6 +254,8 @@ class Ledger:
         entry.role = None
         entry.survived = False
         entry.sizes = None
+        entry.maker = ""
+        entry.held_by_python = False
         self._live[entry.key] = entry
         if external:
             if device == self._device:
@@ -223,7 +263,13 @@ class Ledger:
         else:
             self._entries.append(entry)
             self._book(entry, entry.nbytes)
+            self._note(entry, 1)
         return entry
+
+    def _note(self, entry: Entry, count: int) -> None:
+        # torch's log does not know the size of what existed before it started, and omits its release.
+        if entry.step and entry.nbytes and entry.device.type == "cpu" and get_ident() == self._thread:
+            self.booked[entry.nbytes] += count
 
     def _settle(self, entry: Entry, storage: torch.UntypedStorage) -> bool:
         nbytes = storage.nbytes()
@@ -234,16 +280,21 @@ class Ledger:
             self._entries.append(entry)
             self._book(entry, nbytes)
         else:
+            self._note(entry, -1)
             if entry.sizes is None:
                 entry.sizes = [(entry.birth, entry.nbytes)]
             entry.sizes.append((self.event, nbytes))
             self._book(entry, nbytes - entry.nbytes)
         entry.nbytes = nbytes
+        self._note(entry, 1)
         return True
 
     def _died(self, entry: Any) -> None:
         self._live.pop(entry.key, None)
-        if not entry.external:
+        if entry.external:
+            return
+        self._note(entry, -1)
+        if entry.death is None:  # else another has taken its place
             entry.death = self.event
             self._book(entry, -entry.nbytes)
 
@@ -266,3 +317,50 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in cast("dict[Any, Any]", value).values():
             yield from tensors_in(item)
+
+
+_listeners: list[Callable[[torch.UntypedStorage], None]] = []
+_restore: list[Callable[[], None]] = []
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def watching_resizes(listener: Callable[[torch.UntypedStorage], None]) -> Generator[None]:
+    """Call `listener` with each storage that was resized, after the fact, until the block is left."""
+    with _lock:
+        if not _listeners:
+            _restore.append(_install())
+        _listeners.append(listener)
+    try:
+        yield
+    finally:
+        with _lock:
+            _listeners.remove(listener)
+            if not _listeners:
+                _restore.pop()()
+
+
+_storage_class: Any = torch.UntypedStorage
+
+
+def _install() -> Callable[[], None]:
+    """Replace the method. Return a function that restores the original."""
+    before: Any = _storage_class.__dict__.get("resize_")  # None: inherited from the C class
+    original: Any = _storage_class.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        result = original(self, size)
+        for listener in tuple(_listeners):
+            listener(self)
+        return result
+
+    def restore() -> None:
+        if _storage_class.__dict__.get("resize_") is not resize_:
+            return  # something replaced ours since and will restore it; without listeners it only forwards
+        if before is None:
+            del _storage_class.resize_
+        else:
+            _storage_class.resize_ = before
+
+    _storage_class.resize_ = resize_
+    return restore

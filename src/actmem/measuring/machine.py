@@ -1,4 +1,4 @@
-"""Measure the machine at hand, so that a plan for it rests on what it does and not on a datasheet."""
+"""Measure the machine at hand, so that a plan for it rests on what it does, not on a datasheet."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measure_machine(
 ) -> Device:
     """Measure what this machine can do: its accelerator if there is one, else its CPU with the threads of torch.
 
-    Measured are FLOP/s of matrix products in float32 and in each of `dtypes`, and the bandwidth of an out-of-place
+    It measures the FLOP/s of matrix products in float32 and in each of `dtypes`, and the bandwidth of an out-of-place
     addition: the median of several sizes and runs each. The figures are what was reached, so `attainable` is 1 for
     all. Memory is that of the accelerator, else the physical memory, or less if this process may use less. The link to
     the host is not measured. The random state stays as it is. It is measured once per process for each number of
@@ -47,7 +47,7 @@ def measure_machine(
     ('this-machine', True)
 
     Args:
-        seconds: About how long to measure; slow machines take longer, for a few runs are needed.
+        seconds: About how long to measure; slow machines take longer, because a few runs are needed.
         dtypes: What the model computes in. bfloat16 is measured only if it is among them.
         directory: A folder on the disk that values would be offloaded to. None: the disk is not measured.
 
@@ -64,7 +64,7 @@ def measure_machine(
     if type(torch.empty(1, device=where)) is not torch.Tensor:
         raise DeviceError(
             "the machine cannot be measured where tensors are not real, as under FakeTensorMode. "
-            "Call measure_machine() before, and pass on the Device that it returns."
+            "Call measure_machine() beforehand, and pass on the Device that it returns."
         )
     measured = _measured(where, torch.get_num_threads(), seconds, bfloat16="bfloat16" in set(dtypes))
     if directory is None:
@@ -81,13 +81,13 @@ def _measured(where: torch.device, num_threads: int, seconds: float, *, bfloat16
     sources: dict[str, str] = {}
     for name, dtype in _DTYPES.items():
         if dtype is torch.bfloat16 and not bfloat16:
-            continue  # some machines announce products in bfloat16 and then fault on them: who needs none runs none
+            continue  # some machines advertise products in bfloat16 and then fault on them: run none unless needed
         try:
             rates[name] = _flops_per_second(where, dtype, seconds / 3)
         except (RuntimeError, TypeError):
             if dtype is torch.float32:
                 raise
-            continue  # a device without this dtype: the figure is left out
+            continue  # a device without this dtype: omit the figure
         sizes = ", ".join(map(str, _sizes(where)))
         sources[f"flops_per_second.{name}"] = f"measured: the median of matrix products of {sizes} in {dtype}"
     bandwidth = _moved_bytes_per_second(where, seconds / 3)
@@ -171,7 +171,7 @@ def _drive(folder: str) -> Nvme:
     except OSError as error:
         raise DeviceError(
             f"the disk under {folder!r} cannot be measured: {error.strerror or error}. Name a folder that can be "
-            f"written to and has {_DISK_BYTES >> 20} MiB to spare, or leave directory out."
+            f"written to and has {_DISK_BYTES >> 20} MiB to spare, or omit directory."
         ) from error
     return Nvme(THIS_MACHINE, num_chunks * _CHUNK_BYTES / reading, num_chunks * _CHUNK_BYTES / writing)
 
@@ -198,13 +198,13 @@ def _memory_bytes(where: torch.device) -> int:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError) as error:
         raise DeviceError(
-            "how much memory this machine has cannot be read here. Write a Device with memory_bytes yourself."
+            "the memory size of this machine cannot be read here. Create a Device with memory_bytes yourself."
         ) from error
     return min([physical, *_limits()])
 
 
 def _limits() -> list[int]:
-    """Return the limits that control groups, old and new, set for this process; none if there are none."""
+    """Return the limits that control groups (v1 and v2) set for this process; empty if there are none."""
     try:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -222,6 +222,6 @@ def _limits() -> list[int]:
     for file in files:
         try:
             found.append(int(file.read_text()))
-        except (OSError, ValueError):  # not there, or "max"
+        except (OSError, ValueError):  # missing, or "max"
             continue
     return found

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import NamedTuple
 
-__all__ = ["CATEGORIES", "PHASES", "Measurement", "PeakOp", "Sample"]
+__all__ = ["CATEGORIES", "PHASES", "AllocatorCheck", "Measurement", "PeakOp", "Sample"]
 
 CATEGORIES = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporary")
 """The keys of `Measurement.by_category`, in the order in which they are printed."""
@@ -16,7 +16,7 @@ PHASES = ("forward", "backward", "replay", "optimizer")
 
 
 class Sample(NamedTuple):
-    """Hold the live bytes right after one event of the step."""
+    """The live bytes right after one event of the step."""
 
     event: int
     """Position in the timeline, from 0."""
@@ -26,11 +26,13 @@ class Sample(NamedTuple):
     """The operator, such as "aten.mm.default"; "storage.resize_" for a storage resized outside every operator."""
     live_bytes: int
     """Counted bytes on the measured device once the operator is done."""
+    workspace_bytes: int = 0
+    """Additional bytes that the operator allocated while it ran, and freed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PeakOp:
-    """Name the operator whose results completed the peak."""
+    """The operator whose results completed the peak."""
 
     op: str
     phase: str
@@ -43,21 +45,53 @@ class PeakOp:
 
 
 @dataclasses.dataclass(frozen=True)
+class AllocatorCheck:
+    """A measurement compared with torch's allocator, which saw the same step run again unobserved.
+
+    >>> print(AllocatorCheck(allocated_bytes=4096, measured_bytes=4096))
+    agrees with the allocator
+    """
+
+    allocated_bytes: int
+    """Most bytes that the allocator had handed out at once above the state before the step."""
+    measured_bytes: int
+    """The same sum, as it was measured."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the two are within 64 bytes of each other."""
+        return abs(self.measured_bytes - self.allocated_bytes) <= 64
+
+    def __str__(self) -> str:
+        if self.agrees:
+            return "agrees with the allocator"
+        return (
+            f"DIFFERS from the allocator, which gave out {self.allocated_bytes:,} bytes where {self.measured_bytes:,} "
+            f"were measured ({self.measured_bytes - self.allocated_bytes:+,})"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Hold what one step cost. `actmem.measuring.measure` explains what is counted."""
+    """What one step cost. `actmem.measuring.measure` explains what is counted."""
 
     peak_bytes: int
     """Most bytes alive at once on the measured device: model, optimizer and everything the step allocated."""
+    tensor_bytes: int
+    """The same without what no operator returned (`unseen`): what a prediction predicts."""
     step_bytes: int
     """Most bytes alive at once of what the step itself allocated."""
     saved_bytes: int
     """Bytes that forward operators allocated and that are alive when backward begins; 0 without a backward."""
     external_bytes: int
-    """Bytes that operators read but that are not counted: there before the step, in neither model nor optimizer."""
+    """Bytes that operators read but that are not counted: they existed before the step, outside model and optimizer."""
     device: str
     """The measured device."""
     by_category: dict[str, int]
     """`peak_bytes` divided into `CATEGORIES`."""
+    unseen: dict[str, int]
+    """Bytes of the peak that no operator returned, by the operator that allocated them or that they are held for: the
+    workspace of a kernel, the state of a random generator, a number that autograd saves. They count as temporary."""
     by_device: dict[str, int]
     """The peak of every device that was touched, each at its own moment."""
     peak_op: PeakOp | None
@@ -77,6 +111,8 @@ class Measurement:
     num_ops: int
     """All operators that ran, replayed ones included."""
     num_replayed_ops: int
+    check: AllocatorCheck | None = None
+    """How the measurement compares with the allocator; None if that was not asked for."""
 
     def to_json(self, *, indent: int | None = None) -> str:
         """Return all fields as JSON text; a sample is a list in the order of `Sample`'s fields."""
@@ -98,11 +134,13 @@ class Measurement:
             lines.append(f"optimizer {_flops(self.optimizer_flops)}, {self.optimizer_seconds:.3f} s")
         if others:
             lines.append(f"elsewhere {others}")
+        if self.check is not None:
+            lines.append(f"check     {self.check}")
         return "\n".join(lines)
 
 
 def _size(num_bytes: int) -> str:
-    """Print bytes in GiB from one GiB on, else in MiB."""
+    """Format bytes, in GiB from one GiB on, else in MiB."""
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.2f} GiB"
     return f"{num_bytes / 2**20:.2f} MiB"

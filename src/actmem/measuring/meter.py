@@ -1,8 +1,9 @@
-"""Measure one step: the dispatch mode that watches it, and the way in."""
+"""Measure one step: the dispatch mode that observes it, and the entry point."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable, Generator, Iterator
 from time import perf_counter
@@ -11,12 +12,22 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from actmem.measuring.allocations import Allocations, number_bytes
+from actmem.measuring.allocator_check import checked
 from actmem.measuring.flops import Formula, flop_formula
-from actmem.measuring.ledger import Ledger, tensors_in
+from actmem.measuring.inplace_formulas import Formulas, called_from_python, is_listed, watches
+from actmem.measuring.ledger import ByteLedger, Entry, is_foreign, tensors_in, watching_resizes
 from actmem.measuring.measurement import CATEGORIES, PHASES, Measurement, PeakOp, Sample
 from actmem.measuring.phases import NO_TASK, Phases, current_task
-from actmem.measuring.resizes import watching_resizes
-from actmem.torchcompat import TorchDispatchMode, after_backward, backward_code, divide, is_composite, resolving_bits
+from actmem.torchcompat import (
+    FakeTensor,
+    TorchDispatchMode,
+    after_backward,
+    backward_code,
+    divide,
+    is_composite,
+    resolving_bits,
+)
 
 __all__ = ["measure"]
 
@@ -26,14 +37,27 @@ def measure(
     *,
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    check: bool = False,
 ) -> Measurement:
     """Run `fn` once and report exactly what it cost: bytes, FLOPs and seconds.
 
-    Bytes are those of live tensor storages after each operator: what tensors ask for, not what an allocator rounds it
-    to, nor a kernel's own workspace. Counted are the parameters, buffers and gradients of `model`, the parameters,
-    gradients and state of `optimizer`, and all that operators of `fn` allocate. A batch made beforehand is not: it is
-    summed in `external_bytes`. Storages count on the device of the model, else of the optimizer, else on the CPU;
-    `by_device` has the peaks of the others.
+    The peak is what torch's allocator would see in the same step, unobserved: bytes as they are requested, before an
+    allocator rounds them. The parameters, buffers and gradients of `model`, the parameters, gradients and state of
+    `optimizer`, and everything that `fn` allocates are counted. A batch made beforehand is not: it is summed in
+    `external_bytes`. Storages count on the device of the model, else of the optimizer, else on the CPU; `by_device` has
+    the peaks of the others.
+
+    Observing a step changes it: under a dispatch mode torch's own formulas return new tensors where they otherwise
+    write in place. Those are booked as they run unobserved (NOTE [ in place unless watched ]). On a CPU, what a kernel
+    allocates for itself and what is kept outside every operator, such as the states of random generators, is read from
+    the allocator's log and listed in `unseen`. On an accelerator it is not seen.
+
+    Args:
+        fn: one step.
+        model: the model whose parameters, buffers and gradients are counted.
+        optimizer: the optimizer whose parameters, gradients and state are counted.
+        check: run `fn` a second time, unobserved, and compare with the allocator (`Measurement.check`). The two steps
+            must do the same: run a first one beforehand if it creates gradients or optimizer state.
 
     A storage has one category for its whole life, the first of these that fits:
 
@@ -44,18 +68,19 @@ def measure(
       ended.
     - activations: a forward operator allocated it and it is alive when the next backward pass begins, or, if none
       follows, when `fn` returns.
-    - temporary: all else, such as results that die within forward, gradients of activations, and replayed values.
+    - temporary: everything else, such as results that die within forward, gradients of activations, replayed values.
 
-    Backward begins with its first operator; `saved_bytes` is taken there. With several backward passes it is the
+    Backward begins with its first operator; `saved_bytes` is measured there. With several backward passes it is the
     largest. An operator is replayed if actmem's tape or torch.utils.checkpoint runs it again in a backward pass; it
-    belongs neither to forward nor to backward then. FLOPs follow torch's FlopCounterMode.
+    then belongs to neither forward nor backward. FLOPs follow torch's FlopCounterMode.
 
     Seconds are wall time in operators and between them, without this function's own bookkeeping, but with the few
-    microseconds that watching adds to each operator. On an accelerator each change of phase waits for the device.
+    microseconds that observing adds to each operator. On an accelerator they are the time that the program takes to
+    launch its operators; what the device still has to do when `fn` returns is added to the last phase. Nothing waits
+    for the device in between: that would free memory earlier than an unobserved step does.
 
-    Not seen: memory within a kernel, a compiled function or a custom operator, tensors of an opaque layout, and the
-    states of random generators (5 KB each on a CPU) that torch.utils.checkpoint keeps. Parameters that FSDP gathers
-    count as activations if they are alive when backward begins, else as temporary.
+    Parameters that FSDP gathers count as activations if they are alive when backward begins, else as temporary. No
+    other profiler of torch can be started within `fn` on a CPU. Run within one, this function sees no `unseen` bytes.
 
     `fn` may raise: the error passes through and nothing stays behind. Its result is dropped.
 
@@ -81,21 +106,32 @@ def measure(
         del result  # alive until here, so that it counts as an activation
     finally:
         meter.close()
-    return measurement
+    if not check:
+        return measurement
+    rise_bytes = measurement.peak_bytes - meter.start_bytes
+    found = checked(fn, meter.device, step_bytes=measurement.step_bytes, rise_bytes=rise_bytes)
+    return dataclasses.replace(measurement, check=found)
 
 
 class _Facts(NamedTuple):
-    """What is known of an operator before it runs."""
+    """What is known about an operator before it runs."""
 
     name: str
     formula: Formula | None
     mutates: bool
     adopts: bool
     """Its argument was made a moment ago outside every operator, as `torch.tensor` does."""
+    listed: bool
+    """Its result may take the place of its first argument."""
+    tensors: tuple[int, ...]
+    """Which arguments are tensors. A number there was one before a mode saw it; the operator makes it one again."""
 
 
 class _Mode(TorchDispatchMode):
     """Show every operator to a meter."""
+
+    only_watches = True
+    """See NOTE [ in place unless watched ]."""
 
     supports_higher_order_operators = True
 
@@ -120,13 +156,16 @@ class _Mode(TorchDispatchMode):
             if divided is not NotImplemented:
                 return divided
         meter = self._meter
-        facts = meter.before(func, args, kwargs, entered)
+        facts, place = meter.before(func, args, kwargs, entered)
         with resolving_bits():
             started = perf_counter()
             result = func(*args, **kwargs)
             seconds = perf_counter() - started
-        meter.after(facts, args, kwargs, result, seconds)
+        meter.after(facts, args, kwargs, result, seconds, place)
         return result
+
+
+watches(__file__)
 
 
 class _Meter:
@@ -139,12 +178,16 @@ class _Meter:
         if model is not None:
             named = cast("Iterator[tuple[str, torch.nn.Module]]", model.named_modules())
             self._modules = {id(module): name for name, module in named}
-        self._device = next((parameter.device for parameter in self._parameters()), torch.device("cpu"))
-        self._ledger = Ledger(self._device)
+        self.device = next((parameter.device for parameter in self._parameters()), torch.device("cpu"))
+        self.start_bytes = 0
+        """What was counted before the step."""
+        self._ledger = ByteLedger(self.device)
         self._phases = Phases()
+        self._formulas = Formulas()
+        self._allocations = Allocations(watches=self.device.type == "cpu" and not _is_fake(self._parameters()))
         self._facts: dict[Any, _Facts] = {}
         self._task = NO_TASK
-        """The outermost backward pass under way."""
+        """The outermost backward pass in progress."""
         self._phase = "forward"
         self._left = 0.0
         """When the last operator's bookkeeping ended."""
@@ -153,77 +196,113 @@ class _Meter:
         self._num_ops: dict[str, int] = dict.fromkeys(PHASES, 0)
         self._saved_bytes = 0
         self._timeline: list[Sample] = []
-        self._peak_op: PeakOp | None = None
+        self._logged: list[int] = []
+        """The events that the log of allocations has marks for: operators, and not resizes."""
+        self._step_live_bytes: list[int] = []
+        self._running: list[str | None] = []
+        """The innermost module of the model at each event."""
 
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
-        """Take stock, then watch all operators until the block is left."""
+        """Take stock, then observe all operators until the block is left."""
         self._stock()
         self._ledger.begin()
+        self.start_bytes = self._ledger.main.live_bytes
         self._ledger.phase = "forward"
         before = register_optimizer_step_pre_hook(self._optimizer_begins)
         after = register_optimizer_step_post_hook(self._optimizer_ended)
         try:
             with watching_resizes(self._resized), _Mode(self):
+                self._allocations.open()
                 self._left = perf_counter()
                 yield
         finally:
             before.remove()
             after.remove()
 
-    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], entered: float) -> _Facts:
-        """Book what leads to an operator: its phase, the time since the last one, and what it reads."""
+    def before(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], entered: float
+    ) -> tuple[_Facts, Entry | None]:
+        """Book what leads to an operator: its phase, the time since the last one, and what it reads.
+
+        Returns:
+            What is known of the operator, and the storage whose place its result will take, if any.
+        """
         facts = self._facts.get(func)
         if facts is None:
             facts = self._facts[func] = _learn(func)
         task = current_task()
         phase = self._phases.current(task)
-        if phase != self._phase:
-            entered = self._change_phase(phase, entered)
+        self._phase = self._ledger.phase = phase
         self._seconds[phase] += entered - self._left
         if task != NO_TASK and self._task == NO_TASK:
             self._backward_begins(task)
         elif task == NO_TASK and self._task != NO_TASK:
             self._task = NO_TASK  # the pass was aborted by an error, so its callback never ran
-        if not facts.adopts:
+        if not facts.adopts or is_foreign(args[0]):
             self._read(args, kwargs)
-        return facts
+        if task != NO_TASK:
+            self._formulas.enter(self._ledger.event)
+        place = self._ledger.entry_of(args[0]) if facts.listed else None
+        if place is not None and not self._formulas.takes_place(facts.name, args, place):
+            place = None
+        self._allocations.begins(self._ledger.booked)
+        return facts, place
 
-    def after(self, facts: _Facts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, seconds: float) -> None:
-        """Book what an operator did: what it returned and resized, its time and its FLOPs."""
+    def after(
+        self,
+        facts: _Facts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        seconds: float,
+        place: Entry | None,
+    ) -> None:
+        """Book what an operator did: what it returned, resized and used for itself, its time and its FLOPs."""
+        self._allocations.ends()
         phase = self._phase
         if facts.mutates:
             self._read(args, kwargs)
-        if isinstance(result, torch.Tensor):
-            self._ledger.returned(result)
-        else:
-            for tensor in tensors_in(result):
-                self._ledger.returned(tensor)
+        held = self._task != NO_TASK and called_from_python()
+        for tensor in tensors_in(result):
+            self._ledger.returned(tensor, facts.name, held_by_python=held)
+        if place is not None:
+            self._ledger.replaced(place)
         self._num_ops[phase] += 1
         self._seconds[phase] += seconds
         if facts.formula is not None:
             self._flops[phase] += facts.formula(args, kwargs, result)
+        own_bytes = sum(number_bytes(args[i]) for i in facts.tensors if i < len(args))
+        self._allocations.booked(facts.name, self._ledger.booked, own_bytes)
+        self._logged.append(self._ledger.event)
         self._sample(facts.name)
         self._left = perf_counter()
 
     def stop(self) -> None:
-        """Give the time since the last operator to its phase."""
-        self._seconds[self._phase] += self._synchronized(perf_counter()) - self._left
+        """Add the time since the last operator, and what the device still has to do, to the current phase."""
+        if self.device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(self.device)
+        self._seconds[self._phase] += perf_counter() - self._left
 
     def finish(self) -> Measurement:
         """Take stock again and report."""
         ledger = self._ledger
         self._stock_again()
         ledger.settle_forward()
+        tensor_bytes = ledger.main.peak_bytes
+        unseen = self._add_unseen()
+        at = ledger.main.peak_event
         return Measurement(
             peak_bytes=ledger.main.peak_bytes,
+            tensor_bytes=tensor_bytes,
             step_bytes=ledger.main.step_peak_bytes,
             saved_bytes=self._saved_bytes,
             external_bytes=ledger.external_bytes,
-            device=str(self._device),
+            device=str(self.device),
             by_category=ledger.by_category(CATEGORIES),
+            unseen=unseen,
             by_device={str(device): account.peak_bytes for device, account in ledger.accounts.items()},
-            peak_op=self._peak_op,
+            peak_op=None if at < 0 else PeakOp(self._timeline[at].op, self._timeline[at].phase, self._running[at]),
             timeline=tuple(self._timeline),
             forward_flops=self._flops["forward"],
             backward_flops=self._flops["backward"],
@@ -238,7 +317,8 @@ class _Meter:
         )
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
+        self._allocations.close()
         self._ledger.close()
         self._model = self._optimizer = None
 
@@ -254,27 +334,33 @@ class _Meter:
     def _sample(self, name: str) -> None:
         ledger = self._ledger
         self._timeline.append(Sample(ledger.event, self._phase, name, ledger.main.live_bytes))
-        if ledger.sample():
-            self._peak_op = PeakOp(name, self._phase, self._running_module())
+        self._step_live_bytes.append(ledger.main.step_live_bytes)
+        self._running.append(self._running_module())
+        ledger.sample()
+
+    def _add_unseen(self) -> dict[str, int]:
+        """Add what only the allocator saw to the timeline, and find the peak again. Return the peak's share of it."""
+        main = self._ledger.main
+        found: dict[str, int] = {}
+        unseen = self._allocations.close()
+        for event, its in zip(self._logged, unseen, strict=False):
+            sample = self._timeline[event]
+            live_bytes = sample.live_bytes + its.num_bytes
+            workspace_bytes = its.workspace_bytes + its.passing_bytes
+            self._timeline[event] = sample._replace(
+                live_bytes=live_bytes - workspace_bytes, workspace_bytes=workspace_bytes
+            )
+            main.step_peak_bytes = max(main.step_peak_bytes, self._step_live_bytes[event] + its.num_bytes)
+            if live_bytes > main.peak_bytes or (main.peak_event == event and its.num_bytes):
+                main.peak_bytes, main.peak_event, main.peak_unseen_bytes = live_bytes, event, its.num_bytes
+                found = dict(its.held)
+                if its.workspace_bytes:
+                    found[sample.op] = found.get(sample.op, 0) + its.workspace_bytes
+        return found
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         if self._ledger.resized(storage):
             self._sample("storage.resize_")
-
-    def _change_phase(self, phase: str, entered: float) -> float:
-        """Let the phase so far have the device time it still needs. Return the time from which the new one counts."""
-        now = self._synchronized(entered)
-        if now != entered:
-            self._seconds[self._phase] += now - self._left
-            self._left = now
-        self._phase = self._ledger.phase = phase
-        return now
-
-    def _synchronized(self, now: float) -> float:
-        if self._device.type in ("cpu", "meta"):
-            return now
-        torch.accelerator.synchronize(self._device)
-        return perf_counter()
 
     def _backward_begins(self, task: int) -> None:
         self._task = task
@@ -303,7 +389,7 @@ class _Meter:
             yield from _parameters_of(self._optimizer)
 
     def _holdings(self) -> Iterator[tuple[torch.Tensor, str]]:
-        """Yield what model and optimizer hold now, with its category, in order of precedence."""
+        """Yield the tensors that model and optimizer hold now, with their categories, in order of precedence."""
         parameters = tuple(self._parameters())
         for parameter in parameters:
             yield parameter, "parameters"
@@ -358,11 +444,17 @@ def _learn(func: Any) -> _Facts:
         formula=flop_formula(func),
         mutates=schema is None or bool(schema.is_mutable),
         adopts=str(func) == "aten.lift_fresh.default",
+        listed=is_listed(str(func)),
+        tensors=() if schema is None else tuple(i for i, a in enumerate(schema.arguments) if str(a.type) == "Tensor"),
     )
 
 
+def _is_fake(parameters: Iterator[torch.Tensor]) -> bool:
+    return any(isinstance(parameter, FakeTensor) for parameter in parameters)
+
+
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Say whether a call of `Optimizer.step` runs forward and backward itself: then it is no phase of its own."""
+    """Return whether a call of `Optimizer.step` runs forward and backward itself, so that it is not its own phase."""
     return any(value is not None for value in (*args[1:], kwargs.get("closure")))
 
 

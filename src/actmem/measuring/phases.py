@@ -1,15 +1,15 @@
-"""Tell what an operator that runs now is part of: forward, backward, replay or an optimizer's step.
+"""Determine the phase of a running operator: forward, backward, replay or an optimizer's step.
 
 NOTE [ what counts as replay ]
 
-An operator is a replayed one if any of these holds:
+An operator counts as replayed if any of these holds:
 
-- actmem's tape replays it (`actmem.replaying`);
+- actmem's tape replays it (`actmem.engine.replay`);
 - torch.utils.checkpoint recomputes: its recomputation hook is the innermost saved-tensor hook inside a backward pass;
-- it records gradients inside a backward pass that itself does not: so do reentrant checkpoints and every hand-written
-  autograd Function that runs its forward again under `enable_grad`.
+- it records gradients inside a backward pass that does not record any itself: as reentrant checkpoints do, and every
+  hand-written autograd Function that runs its forward again under `enable_grad`.
 
-Whether a pass records gradients itself (`create_graph=True`) torch does not tell. A pass that frees its graph does
+torch does not say whether a pass records gradients itself (`create_graph=True`). A pass that frees its graph does
 not. For one that keeps its graph, the grad mode of its first operator decides.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from actmem.replaying import replaying
+from actmem.engine import replaying
 from actmem.torchcompat import current_graph_task, graph_is_kept, outer_hooks
 
 __all__ = ["NO_TASK", "Phases", "current_task"]
@@ -38,7 +38,7 @@ class Phases:
         self._steps: list[int] = []
 
     def current(self, task: int) -> str:
-        """Name the phase of an operator that runs in the backward pass `task`."""
+        """Return the phase of an operator that runs in the backward pass `task`."""
         if replaying():
             return "replay"
         if self._steps and self._steps[-1] == task:
@@ -54,7 +54,7 @@ class Phases:
         return "replay" if torch.is_grad_enabled() and not records else "backward"
 
     def enter_optimizer(self) -> None:
-        """Begin an optimizer's step. One inside a backward pass is told from a backward pass inside one by the task."""
+        """Begin an optimizer's step. The task tells one inside a backward pass from a backward pass inside one."""
         self._steps.append(current_task())
 
     def leave_optimizer(self) -> None:

@@ -1,28 +1,30 @@
-"""Move values out of the way and back: stores, lanes, tickets.
+"""Offload values and fetch them back: stores, lanes, tickets.
 
-What lives here: bytes and where they are. What must not: anything that knows of operators, plans or models.
+This package knows about bytes and where they are, and nothing about operators, plans or models.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from actmem.offloading.transfer import Ledger, Offloader, Ticket
+from actmem.offloading.host import available_bytes
+from actmem.offloading.transfer import Offloader, Ticket, TransferCounts
+from actmem.offloading.window import Window, bound_of
 
 if TYPE_CHECKING:
     import torch
 
     from actmem.settings import Offload
 
-__all__ = ["Ledger", "Offloader", "Ticket", "make_offloader"]
+__all__ = ["Offloader", "Ticket", "TransferCounts", "Window", "available_bytes", "bound_of", "make_offloader"]
 
 
 def make_offloader(offload: Offload, device: torch.device) -> Offloader:
-    """Make what sends values of a device away as the settings say.
+    """Build the offloader that the settings describe, for tensors of a device.
 
     Raises:
         OffloadError: the directory cannot be used, or there is no room.
     """
-    from actmem.offloading.making import make  # late: most plans offload nothing
+    from actmem.offloading.factory import make  # late: most plans offload nothing
 
     return make(offload, device)

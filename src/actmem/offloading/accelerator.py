@@ -4,15 +4,18 @@ NOTE [ Streams ]
 Two streams carry the copies, one for each direction, because a link carries both at once. Events order them:
 
 - out:  current ── event ──> out stream: copy, event. The source is held until that event is done, or until `release`
-  has put the current stream behind it. The allocator hands memory out in the host's order, so a source that waits for
-  the *host* to see its copy done is freed late: the host runs far ahead. `release` frees it in the host's order, and
-  the current stream waits instead.
+  has ordered the current stream after it. The allocator hands out memory in the host's order, so a source that waits
+  for the *host* to see its copy done is freed late: the host runs far ahead. `release` frees it in the host's order,
+  and the current stream waits instead.
 - back: current ── event ──> back stream (the target's memory may still be in use by what ran before), out event of the
-  slot ──> back stream: copy, event. `wait` puts the current stream behind that event.
-- A tensor that is let go is first marked as used by the current stream. That costs nothing where the tensor was
-  allocated on this stream; where it was not, the allocator keeps its memory until this stream has come past the copy.
-- Slots are given back when the host has seen that their copies are done: the next one to use the memory may be on
-  another stream, or another device.
+  slot ──> back stream: copy, event. `wait` orders the current stream after that event.
+- A tensor is marked as used by the current stream before it is released. That costs nothing where the tensor was
+  allocated on this stream; otherwise the allocator keeps its memory until this stream has passed the copy.
+- Slots are returned once the host has seen that their copies are done: the next user of the memory may be on another
+  stream, or another device.
+
+Not yet run on hardware. The order of the calls is tested on a backend in Python, which has streams but no kernels; the
+lane above is tested on a simulated device.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from actmem.errors import OffloadError
@@ -30,45 +34,45 @@ from actmem.offloading.lanes import TIMEOUT_SECONDS, as_bytes
 if TYPE_CHECKING:
     from actmem.offloading.stores import Slot, Store
 
-__all__ = ["AcceleratorLane", "Device"]
+__all__ = ["AcceleratorLane", "Device", "TorchDevice"]
 
 S = TypeVar("S")
 E = TypeVar("E")
 
 
 class Device(Protocol[S, E]):
-    """All that the lane asks of an accelerator. `S` is its kind of stream, `E` its kind of event."""
+    """Everything the lane needs from an accelerator. `S` is its kind of stream, `E` its kind of event."""
 
     def current_stream(self) -> S:
         """Return the stream that the calling thread computes on now."""
         ...
 
     def new_stream(self) -> S:
-        """Return a stream that runs beside the others."""
+        """Return a stream that runs concurrently with the others."""
         ...
 
     def record(self, stream: S) -> E:
-        """Return an event that is done when all that `stream` was given so far is done."""
+        """Return an event that is done once all work queued on `stream` so far is done."""
         ...
 
     def wait(self, stream: S, event: E) -> None:
-        """Have everything that `stream` is given from now on wait for the event. Does not block the host."""
+        """Make all work queued on `stream` from now on wait for the event. Does not block the host."""
         ...
 
     def synchronise(self, event: E, timeout_seconds: float) -> bool:
-        """Block the host until the event is done; tell whether it was in time."""
+        """Block the host until the event is done; return whether it was in time."""
         ...
 
     def done(self, event: E) -> bool:
-        """Tell whether the event is done."""
+        """Return whether the event is done."""
         ...
 
     def copy(self, stream: S, target: Tensor, source: Tensor) -> None:
-        """Give `stream` the copy of `source` to `target`: one of them in host memory, both contiguous bytes."""
+        """Queue a copy of `source` to `target` on `stream`: one of them in host memory, both contiguous bytes."""
         ...
 
     def keep_alive(self, tensor: Tensor, stream: S) -> None:
-        """Tell the allocator that `stream` uses the memory of `tensor`, so it is reused only after that."""
+        """Tell the allocator that `stream` uses the memory of `tensor`, so that it is reused only after that."""
         ...
 
 
@@ -108,6 +112,10 @@ class _StreamCopy(Generic[S, E]):
         if tensor is not None:
             self._device.keep_alive(tensor, current)
 
+    def cancel(self) -> bool:
+        self.release()
+        return True
+
     def done(self) -> bool:
         if not self._is_done and self._device.done(self._event):
             self._is_done = True
@@ -119,9 +127,9 @@ class _StreamCopy(Generic[S, E]):
             return
         if not self._device.synchronise(self._event, timeout_seconds):
             raise OffloadError(
-                f"a copy of {self._num_bytes} bytes {'to' if self._outward else 'from'} host memory did not end within "
-                f"{self._timeout_seconds:g} s. The device may hang; look for an earlier error of a kernel, or give the "
-                "lane more time with timeout_seconds=."
+                f"a copy of {self._num_bytes} bytes {'to' if self._outward else 'from'} host memory did not finish "
+                f"within {self._timeout_seconds:g} s. The device may hang; look for an earlier kernel error, or give "
+                "the lane more time with timeout_seconds=."
             )
         self._is_done = True
         self._tensor = None
@@ -131,8 +139,8 @@ class AcceleratorLane(Generic[S, E]):
     """Copy between device tensors and slots in host memory. See NOTE [ Lanes ] and NOTE [ Streams ].
 
     Args:
-        device: what the lane speaks to; `TorchDevice` for `torch.accelerator`.
-        use_streams: without, each copy runs on the current stream and the host waits for it.
+        device: the device to drive; `TorchDevice` for `torch.accelerator`.
+        use_streams: if False, each copy runs on the current stream and the host waits for it.
         timeout_seconds: how long the host waits for one copy.
     """
 
@@ -162,9 +170,9 @@ class AcceleratorLane(Generic[S, E]):
         return self._begin(target, slot, outward=False)
 
     def give(self, store: Store, slot: Slot) -> None:
-        """Give a slot back to its store when no copy touches it: now, at a later call of the lane, or at `settle`."""
+        """Return a slot to its store once no copy touches it: now, at a later call of the lane, or at `settle`."""
         self._given.append((store, slot))
-        # A finalizer may come here in any thread, so it never waits: what cannot be done now is done at the next call.
+        # A finalizer may run this in any thread, so it never waits: what cannot be done now is done at the next call.
         if self._lock.acquire(blocking=False):
             try:
                 self._reap()
@@ -172,7 +180,7 @@ class AcceleratorLane(Generic[S, E]):
                 self._lock.release()
 
     def settle(self) -> None:
-        """Wait until every copy has ended and every slot that was given is back in its store."""
+        """Wait until every copy has ended and every returned slot is back in its store."""
         with self._lock:
             deadline = time.monotonic() + self._timeout_seconds
             for copy in (*self._outs, *self._backs):
@@ -180,13 +188,13 @@ class AcceleratorLane(Generic[S, E]):
             self._reap()
 
     def close(self) -> None:
-        """Wait for what is under way, and take no more. May be called twice."""
+        """Wait for copies in flight, and accept no more. May be called twice."""
         self._closed = True
         self.settle()
 
     def _begin(self, tensor: Tensor, slot: Slot, *, outward: bool) -> _StreamCopy[S, E]:
         if self._closed:
-            raise OffloadError("this lane is closed: it takes no more copies. Make a new one.")
+            raise OffloadError("this lane is closed and accepts no more copies. Make a new one.")
         device_bytes, host_bytes = as_bytes(tensor, slot), _host_bytes(slot)
         with self._lock:
             self._reap()
@@ -217,7 +225,7 @@ class AcceleratorLane(Generic[S, E]):
         return copy
 
     def _ordered_stream(self, slot: Slot, *, outward: bool) -> S:
-        """Return the stream for a copy, behind all that must come before it."""
+        """Return the stream for a copy, ordered after everything that must come before it."""
         current = self._device.current_stream()
         if self._streams is None:
             return current
@@ -229,7 +237,7 @@ class AcceleratorLane(Generic[S, E]):
         return stream
 
     def _reap(self) -> None:
-        """Forget copies that are done, and give back the slots that no copy touches."""
+        """Forget copies that are done, and return the slots that no copy touches."""
         if self._busy:
             return
         self._busy = True
@@ -262,3 +270,56 @@ def _host_bytes(slot: Slot) -> Tensor:
             "Use a HostStore with this lane."
         )
     return tensor[: slot.num_bytes]
+
+
+class TorchDevice:
+    """The `Device` of an `AcceleratorLane`, for one device of `torch.accelerator`. Not yet run on hardware.
+
+    Args:
+        device: the device whose tensors are copied, such as `torch.device("cuda", 0)`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def current_stream(self) -> torch.Stream:
+        """Return the stream that the calling thread computes on now."""
+        return torch.accelerator.current_stream(self._device)
+
+    def new_stream(self) -> torch.Stream:
+        """Return a stream that runs concurrently with the others."""
+        return torch.Stream(self._device)
+
+    def record(self, stream: torch.Stream) -> torch.Event:
+        """Return an event that is done once all work queued on `stream` so far is done."""
+        event = torch.Event(self._device)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
+        """Make all work queued on `stream` from now on wait for the event."""
+        stream.wait_event(event)
+
+    def synchronise(self, event: torch.Event, timeout_seconds: float) -> bool:
+        """Block until the event is done; return whether it was in time. Polls: torch's own wait has no limit."""
+        deadline = time.monotonic() + timeout_seconds
+        pause_seconds = 1e-5
+        while not event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, 1e-3)
+        return True
+
+    def done(self, event: torch.Event) -> bool:
+        """Return whether the event is done."""
+        return event.query()
+
+    def copy(self, stream: torch.Stream, target: Tensor, source: Tensor) -> None:
+        """Queue a copy of `source` to `target` on `stream`. With pinned host memory it does not block the host."""
+        with stream, torch.no_grad():
+            target.copy_(source, non_blocking=True)
+
+    def keep_alive(self, tensor: Tensor, stream: torch.Stream) -> None:
+        """Tell the allocator that `stream` uses the memory of `tensor`."""
+        tensor.record_stream(stream)

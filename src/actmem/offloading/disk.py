@@ -10,6 +10,7 @@ import os
 import tempfile
 import threading
 import weakref
+from bisect import bisect_left
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,19 +19,19 @@ from typing import Literal
 from torch import Tensor
 
 from actmem.errors import OffloadError
-from actmem.offloading.extents import Extents
 from actmem.offloading.folder import PrivateFolder, file_system
 from actmem.offloading.pipe import ALIGN_BYTES, TIMEOUT_SECONDS, Pipe, drop_cached, takes_direct
-from actmem.offloading.stores import Register, Slot, check_bytes, check_limit, size
+from actmem.offloading.stores import Register, Slot, check_bytes, check_limit
+from actmem.units import size
 
-__all__ = ["DiskSlot", "DiskStore"]
+__all__ = ["DiskSlot", "DiskStore", "Extents"]
 
 _STEP_BYTES = 64 * 2**20
 _MEMORY = ("tmpfs", "ramfs")
 
 
 class DiskSlot(Slot):
-    """Be a place in the file of a store. `checksum` is that of the last write; None where there was none."""
+    """A range in a store's file. `checksum` is that of the last write; None if there was none."""
 
     __slots__ = ("checksum", "offset", "room_bytes")
 
@@ -45,17 +46,17 @@ class DiskStore:
     """Keep bytes in a file that only this process and this user can read. See NOTE [ Stores ].
 
     The file grows in steps with its space reserved, and is removed at `close`, at exit, or after a crash by the next
-    store in the same directory. Each copy that runs at the same time as others has 6 MiB of buffers.
+    store in the same directory. Each concurrent copy has 6 MiB of buffers.
 
     Args:
         directory: where to make the private directory. None: the directory for temporary files; if that is held in
-            memory (a tmpfs), it must be named, since nothing would be gained.
-        limit_bytes: how large the file may become; None for as much as is free.
-        way: "direct" past the page cache, "buffered" through it and dropped from it; None for direct where the file
-            system permits it.
+            memory (a tmpfs), name one explicitly, since nothing would be gained there.
+        limit_bytes: how large the file may grow; None for as much as is free.
+        way: "direct" bypasses the page cache, "buffered" goes through it and drops the pages; None for direct where the
+            file system permits it.
 
     Attributes:
-        way: the way that is in use.
+        way: the way in use.
         path: the file.
         is_memory: whether the directory is held in memory.
 
@@ -81,7 +82,7 @@ class DiskStore:
             raise OffloadError(f"way = {way!r}: expected 'direct', 'buffered' or None.")
         base = Path(tempfile.gettempdir() if directory is None else directory).absolute()
         if not base.is_dir():
-            raise OffloadError(f"directory = {str(base)!r} is no directory. Make it, or name one that exists.")
+            raise OffloadError(f"directory = {str(base)!r} is not a directory. Create it, or name one that exists.")
         self.is_memory = file_system(base) in _MEMORY
         if self.is_memory and directory is None:
             raise OffloadError(
@@ -100,10 +101,10 @@ class DiskStore:
         self.way = self._choose(way)
 
     def take(self, num_bytes: int) -> DiskSlot:
-        """Reserve a part of the file; the file grows where no free part is long enough."""
+        """Reserve a range of the file; grow the file if no free range is long enough."""
         self._register.check()
         if num_bytes <= 0:
-            raise OffloadError(f"num_bytes = {num_bytes}: a slot has at least one byte. Offload no empty tensor.")
+            raise OffloadError(f"num_bytes = {num_bytes}: a slot has at least one byte. Do not offload empty tensors.")
         room_bytes = -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
         with self._changed:
             self._register.check()
@@ -118,12 +119,12 @@ class DiskStore:
             return self._register.add(DiskSlot(num_bytes, offset, room_bytes))
 
     def give(self, slot: Slot) -> None:
-        """Free a part of the file for others. Never blocks; safe in a finalizer."""
+        """Free a range of the file. Never blocks; safe in a finalizer."""
         assert isinstance(slot, DiskSlot)
         self._register.give(slot)
 
     def write(self, slot: Slot, source: Tensor) -> None:
-        """Copy bytes to the disk. When this returns they are there, and not in the page cache."""
+        """Copy bytes to the disk. On return they are on the disk and not in the page cache."""
         assert isinstance(slot, DiskSlot)
         address = check_bytes(slot, source)
         with self._pipe(slot, "write") as pipe:
@@ -135,7 +136,7 @@ class DiskStore:
             slot.checksum = checksum
 
     def read(self, slot: Slot, target: Tensor) -> None:
-        """Copy bytes from the disk, and check that they are those that were written."""
+        """Copy bytes from the disk, and check that they are the ones that were written."""
         assert isinstance(slot, DiskSlot)
         address = check_bytes(slot, target)
         with self._pipe(slot, "read") as pipe:
@@ -151,8 +152,8 @@ class DiskStore:
             if found != expected:
                 raise OffloadError(
                     f"{size(slot.num_bytes)} at {slot.offset} of {self.path} came back with checksum {found:016x}, "
-                    f"written was {expected:016x}: the file was changed or the disk is faulty. Nothing was computed "
-                    "with them. Name a directory on another disk."
+                    f"but {expected:016x} was written: the file was changed or the disk is faulty. Nothing was "
+                    "computed with them. Name a directory on another disk."
                 )
 
     def close(self) -> None:
@@ -163,7 +164,7 @@ class DiskStore:
             self._register.is_closed = True
             if not self._changed.wait_for(lambda: self._num_active == 0, timeout=TIMEOUT_SECONDS):
                 raise OffloadError(
-                    f"{self._num_active} copies to or from {self.path} did not end in {TIMEOUT_SECONDS:g} seconds. "
+                    f"{self._num_active} copies to or from {self.path} did not finish within {TIMEOUT_SECONDS:g} s. "
                     "The file is removed when the process ends."
                 )
             while self._pipes:
@@ -174,17 +175,17 @@ class DiskStore:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all slots that are taken."""
+        """Bytes of all slots in use."""
         return self._register.used_bytes
 
     @property
     def held_bytes(self) -> int:
-        """The length of the file."""
+        """Length of the file."""
         return self._extents.end
 
     @contextmanager
     def _pipe(self, slot: DiskSlot, verb: str) -> Generator[Pipe]:
-        """Lend a pipe to one copy. There are as many as there are copies at the same time."""
+        """Lend a pipe to one copy. There are as many pipes as concurrent copies."""
         self._register.check()
         with self._changed:
             self._register.check(slot)
@@ -219,7 +220,7 @@ class DiskStore:
         return "direct" if direct else "buffered"
 
     def _grow(self, num_bytes: int, needed_bytes: int) -> None:
-        """Lengthen the file by what is needed, or more, within the limit and the free space."""
+        """Grow the file by at least what is needed, within the limit and the free space."""
         fd, end = self._folder.fd, self._extents.end
         space = os.fstatvfs(fd)
         free_bytes = space.f_bavail * space.f_frsize
@@ -247,7 +248,56 @@ class DiskStore:
             )
 
     def _failed(self, verb: str, num_bytes: int, error: OSError) -> OffloadError:
-        repair = "Look for errors of the disk in the system's log, or name a directory on another one."
+        repair = "Look for disk errors in the system log, or name a directory on another disk."
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             repair = "Free some space, offload less, or name a directory on a larger disk."
         return OffloadError(f"cannot {verb} {size(num_bytes)} in {self.path}: {error.strerror}. {repair}")
+
+
+class Extents:
+    """Allocate parts of a range that can grow at its end.
+
+    >>> parts = Extents()
+    >>> parts.grow(100)
+    >>> parts.take(30), parts.take(50), parts.take(30)
+    (0, 30, None)
+    >>> parts.give(0, 30); parts.give(30, 50); parts.free
+    [(0, 100)]
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+        self.free: list[tuple[int, int]] = []
+        """Start and length of each free part, in order; no two of them touch."""
+
+    def take(self, length: int) -> int | None:
+        """Return the start of the first free part that is long enough, or None."""
+        for i, (start, free) in enumerate(self.free):
+            if free > length:
+                self.free[i] = (start + length, free - length)
+                return start
+            if free == length:
+                del self.free[i]
+                return start
+        return None
+
+    def give(self, start: int, length: int) -> None:
+        """Free a part, and merge it with its neighbours."""
+        i = bisect_left(self.free, (start, 0))
+        if i < len(self.free) and start + length == self.free[i][0]:
+            length += self.free.pop(i)[1]
+        if i and sum(self.free[i - 1]) == start:
+            i -= 1
+            before, more = self.free.pop(i)
+            start, length = before, length + more
+        self.free.insert(i, (start, length))
+
+    def missing(self, length: int) -> int:
+        """Return how much must be added at the end before `length` can be taken there."""
+        tail = self.free[-1][1] if self.free and sum(self.free[-1]) == self.end else 0
+        return max(0, length - tail)
+
+    def grow(self, length: int) -> None:
+        """Add a free part at the end."""
+        self.end += length
+        self.give(self.end - length, length)

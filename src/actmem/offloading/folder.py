@@ -7,8 +7,8 @@ starts next and gets the lock knows that the owner is dead, and removes the one 
 directories of the same user with such a name are looked at, and nothing but that file is ever deleted: a directory
 with anything else in it stays.
 
-Between making a directory and locking it, another process may find it, hold it for dead, and remove it. So the maker
-looks again once it has the lock: if the directory is no longer there, it makes another.
+Between making a directory and locking it, another process may find it, take its owner for dead, and remove it. So the
+maker looks again once it has the lock: if the directory is no longer there, it makes another.
 
 A forked child closes its copies of the descriptors: a lock is shared with them, and would outlive the owner.
 """
@@ -35,7 +35,7 @@ _MAX_ATTEMPTS = 100
 
 
 class PrivateFolder:
-    """Make a private directory with one file below `base`, and remove what dead processes left there.
+    """A private directory with one file under `base`. Making one also removes what dead processes left there.
 
     Attributes:
         path: the directory.
@@ -85,7 +85,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def remove_dead(base: Path) -> None:
-    """Remove the directories below `base` whose processes are gone."""
+    """Remove the directories under `base` whose processes are gone."""
     with os.scandir(base) as entries:
         found = [Path(entry.path) for entry in entries if _OURS.fullmatch(entry.name)]
     for path in found:
@@ -128,13 +128,13 @@ def _make_locked(base: Path) -> tuple[Path, int]:
             raise
         os.close(fd)
     raise OffloadError(
-        f"directory = {str(base)!r}: {_MAX_ATTEMPTS} private directories in a row were removed by somebody else as "
-        "they were made. Name another directory."
+        f"directory = {str(base)!r}: {_MAX_ATTEMPTS} private directories in a row were removed by another process "
+        "as soon as they were created. Name another directory."
     )
 
 
 def file_system(path: Path) -> str | None:
-    """Name the type of the file system that a path is on, such as "ext4" or "tmpfs"; None where that is unknown."""
+    """Return the type of the file system that a path is on, such as "ext4" or "tmpfs"; None if unknown."""
     number = path.stat().st_dev
     wanted = f"{os.major(number)}:{os.minor(number)}"
     try:

@@ -22,18 +22,19 @@ import torch
 from torch import Tensor
 
 from actmem.errors import OffloadError
-from actmem.offloading.stores import Register, Slot, check_bytes, check_limit, size
+from actmem.offloading.stores import Register, Slot, check_bytes, check_limit
 from actmem.torchcompat import without_dispatch_modes
+from actmem.units import size
 
 __all__ = ["HostSlot", "HostStore", "available_bytes", "class_bytes"]
 
 _SMALLEST_BYTES = 4096
 _RESERVE_BYTES = 256 * 2**20
-"""What is left to everybody else when the pool grows."""
+"""Memory left to everything else when the pool grows."""
 
 
 class HostSlot(Slot):
-    """Be a place in host memory. `tensor` is the place itself: uint8, as long as was asked for."""
+    """A range of host memory. `tensor` is the memory itself: uint8, of the length that was asked for."""
 
     __slots__ = ("block", "tensor")
 
@@ -48,8 +49,8 @@ class HostStore:
 
     Args:
         pin: page-locked memory, which an accelerator can copy to and from while it computes. Without an accelerator
-            there is nothing to pin for, and `is_pinned` says so.
-        limit_bytes: how much the pool may hold at most; None for as much as is free.
+            there is nothing to pin memory for, and `is_pinned` is False.
+        limit_bytes: the most the pool may hold; None for as much as is free.
 
     >>> store = HostStore(pin=False, limit_bytes=2**20)
     >>> slot = store.take(3)
@@ -74,10 +75,10 @@ class HostStore:
         self._most_bytes = 0
 
     def take(self, num_bytes: int) -> HostSlot:
-        """Reserve memory: an idle block that fits, else a new one."""
+        """Reserve memory: an idle block that fits, or else a new one."""
         self._register.check()
         if num_bytes <= 0:
-            raise OffloadError(f"num_bytes = {num_bytes}: a slot has at least one byte. Offload no empty tensor.")
+            raise OffloadError(f"num_bytes = {num_bytes}: a slot has at least one byte. Do not offload empty tensors.")
         with self._lock, torch.inference_mode(False), without_dispatch_modes():
             self._register.check()
             self._sort_in()
@@ -106,7 +107,7 @@ class HostStore:
         ctypes.memmove(check_bytes(slot, target), self._address(slot), slot.num_bytes)
 
     def close(self) -> None:
-        """Let go of all memory. A second call does nothing."""
+        """Release all memory. A second call does nothing."""
         if self._register.is_foreign:
             return
         with self._lock:
@@ -117,12 +118,12 @@ class HostStore:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all slots that are taken."""
+        """Bytes of all slots in use."""
         return self._register.used_bytes
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of all blocks, in use or idle."""
+        """Bytes of all blocks, in use or idle."""
         return self._held_bytes
 
     def _address(self, slot: Slot) -> int:
@@ -167,7 +168,7 @@ class HostStore:
 
 
 def class_bytes(num_bytes: int, *, power_of_two: bool = False) -> int:
-    """Return the size of the smallest block that is made for so many bytes.
+    """Return the size of the smallest block allocated for so many bytes.
 
     >>> class_bytes(1), class_bytes(4097), class_bytes(1_000_000), class_bytes(1_000_000, power_of_two=True)
     (4096, 4608, 1048576, 1048576)
@@ -180,7 +181,7 @@ def class_bytes(num_bytes: int, *, power_of_two: bool = False) -> int:
 
 
 def available_bytes() -> int | None:
-    """Return how much memory can still be used without swapping, by this machine or this container; None if unknown."""
+    """Return how much memory this machine or container can still use without swapping; None if unknown."""
     found = [_mem_available(), _cgroup_available()]
     return min((b for b in found if b is not None), default=None)
 
@@ -194,7 +195,7 @@ def _mem_available() -> int | None:
 
 
 def _cgroup_available() -> int | None:
-    """Return what the memory limit of the control group leaves, its page cache counted as free."""
+    """Return what is left of the control group's memory limit, with its page cache counted as free."""
     folder = Path("/sys/fs/cgroup")
     try:
         own = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))

@@ -1,20 +1,20 @@
-"""Move bytes between memory and a file, with copying, checking and the disk at work at the same time.
+"""Move bytes between memory and a file, overlapping copies, checksums and disk I/O.
 
 NOTE [ The way to the disk ]
 Bytes go past the page cache (O_DIRECT) wherever the file system permits it. What is left in the page cache is memory,
-and memory is what offloading is to free. `benchmarks/disk_ways.py` compares the ways, each with the bytes on the disk
-and out of the cache in the end. On a virtual disk with ext4, writing through the cache was as fast at best and half as
-fast at worst, and took a third more processor time; reading through it was fast from 4 MiB on, but what is read ahead
-stays behind; writing to a mapped file was slowest. The raw disk did 2 GiB/s, summing 5 GiB/s, copying 5 GiB/s: one
-after the other they would be half as fast as the disk alone.
+and memory is what offloading is meant to free. `benchmarks/disk_ways.py` compares the ways, each with the bytes on the
+disk and out of the cache in the end. On a virtual disk with ext4, writing through the cache was as fast at best and
+half as fast at worst, and took a third more processor time; reading through it was fast from 4 MiB on, but what is read
+ahead stays behind; writing to a mapped file was slowest. The raw disk did 2 GiB/s, summing 5 GiB/s, copying 5 GiB/s:
+one after the other they would be half as fast as the disk alone.
 
 O_DIRECT wants memory that starts at a multiple of 512 or 4096 bytes; tensors start at multiples of 64. So bytes pass
 through a ring of three aligned buffers of up to 2 MiB. Copying and summing one piece goes on while the disk works on
-the others: the kernel's asynchronous I/O (io_submit) needs no thread for that, and its waits can be bounded. Where it
-is missing, pieces are moved one after the other.
+the others: a thread for each buffer waits in `pwrite` or `preadv`, where Python's lock is free. The kernel's
+asynchronous I/O (io_submit) was tried in their place: it was no faster, and slower where others used the processor.
 
-A buffer is the kernel's until its piece is done. So an error is raised only after all pieces have ended; and if the
-disk does not answer in time, the ring is never used nor freed again.
+A buffer is the disk's until its piece is done. So an error is raised only after all pieces have ended; and if the disk
+does not answer in time, the ring is never used again. The thread that waits holds it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
-import sys
-import time
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from actmem.errors import OffloadError
-from actmem.offloading.stores import size
 from actmem.torchcompat import without_dispatch_modes
+from actmem.units import size
 
 __all__ = ["ALIGN_BYTES", "Pipe", "drop_cached", "takes_direct"]
 
@@ -42,50 +42,44 @@ TIMEOUT_SECONDS = 120.0
 _NUM_BUFFERS = 3
 _SMALLEST_PIECE_BYTES = 512 * 2**10
 _LARGEST_PIECE_BYTES = 2 * 2**20
-_READ, _WRITE = 0, 1
 _WORD = 2**64
 _WEIGHTS = [pow(6364136223846793005, k + 1, _WORD) for k in range(_LARGEST_PIECE_BYTES // ALIGN_BYTES)]
 
-_SYSCALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}.get(platform.machine())
-"""The numbers of io_setup, io_destroy, io_submit and io_getevents."""
 _libc: Any = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
 
 
-class _Request(ctypes.Structure):
-    """The kernel's `struct iocb` of a little-endian machine."""
+class _Piece:
+    """A part of one buffer on its way to or from the file."""
 
-    _fields_ = (
-        ("data", ctypes.c_uint64),
-        ("key", ctypes.c_uint32),
-        ("rw_flags", ctypes.c_uint32),
-        ("opcode", ctypes.c_uint16),
-        ("priority", ctypes.c_int16),
-        ("fd", ctypes.c_uint32),
-        ("address", ctypes.c_uint64),
-        ("num_bytes", ctypes.c_uint64),
-        ("offset", ctypes.c_int64),
-        ("reserved", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32),
-        ("eventfd", ctypes.c_uint32),
-    )
+    def __init__(self, place: int, num_bytes: int, offset: int, *, is_write: bool) -> None:
+        self.place = place
+        """Where it starts in the ring."""
+        self.num_bytes, self.offset, self.is_write = num_bytes, offset, is_write
+        self.is_done = threading.Event()
+        self.error: OSError | None = None
 
-
-class _Event(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_uint64),
-        ("request", ctypes.c_uint64),
-        ("result", ctypes.c_int64),
-        ("result2", ctypes.c_int64),
-    )
-
-
-class _Time(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+    def move(self, fd: int, ring: Tensor) -> None:
+        """Move all of it. Blocks until that is done, or has failed."""
+        memory = (ctypes.c_char * self.num_bytes).from_address(ring.data_ptr() + self.place)
+        view, done = memoryview(memory), 0
+        try:
+            while done < self.num_bytes:
+                if self.is_write:
+                    moved = os.pwrite(fd, view[done:], self.offset + done)
+                else:
+                    moved = os.preadv(fd, [view[done:]], self.offset + done)
+                if moved == 0:
+                    raise OSError(errno.EIO, "the file is shorter than what was written to it")
+                done += moved
+        except OSError as error:
+            self.error = error.with_traceback(None)
+        self.is_done.set()
 
 
-_STUCK: list[Pipe] = []
-"""Rings that the kernel may still write to."""
+def _serve(tasks: SimpleQueue[_Piece | None], fd: int, ring: Tensor) -> None:
+    """Move pieces until there are no more. A thread runs this; it holds the ring but not the pipe."""
+    while (piece := tasks.get()) is not None:
+        piece.move(fd, ring)
 
 
 class Pipe:
@@ -94,10 +88,10 @@ class Pipe:
     Args:
         fd: the file, opened with O_DIRECT or not.
         timeout_seconds: how long the disk may take for one piece.
-        use_queue: False for one piece after the other, also where the kernel has asynchronous I/O.
+        use_threads: False to move one piece after the other.
     """
 
-    def __init__(self, fd: int, *, timeout_seconds: float = TIMEOUT_SECONDS, use_queue: bool = True) -> None:
+    def __init__(self, fd: int, *, timeout_seconds: float = TIMEOUT_SECONDS, use_threads: bool = True) -> None:
         self._fd = fd
         self._timeout_seconds = timeout_seconds
         with torch.inference_mode(False), without_dispatch_modes():
@@ -107,22 +101,17 @@ class Pipe:
             self._weights = torch.tensor(signed, dtype=torch.int64, device="cpu")
         self._address = self._ring.data_ptr()
         self._words = self._ring.view(torch.int64).view(_NUM_BUFFERS, -1, ALIGN_BYTES // 8).unbind()
-        self._requests = (_Request * _NUM_BUFFERS)()
-        self._events = (_Event * _NUM_BUFFERS)()
-        self._waiting: dict[int, int] = {}  # buffer -> bytes that the disk is busy with
+        self._waiting: dict[int, _Piece] = {}
+        """Buffer -> the piece that the disk is working on."""
         self._error: OSError | None = None
-        self._queue = ctypes.c_ulong(0)
-        if use_queue and sys.byteorder == "little" and _SYSCALLS is not None:
-            _libc.syscall(_SYSCALLS[0], ctypes.c_uint(_NUM_BUFFERS), ctypes.byref(self._queue))
-
-    @property
-    def has_queue(self) -> bool:
-        """Whether the disk works on several pieces at once."""
-        return bool(self._queue.value)
+        self._gave_up = False
+        self._use_threads = use_threads
+        self._tasks: SimpleQueue[_Piece | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the disk did not answer, so that the buffers are still the kernel's."""
+        """Whether the disk did not answer, so that the buffers still belong to it."""
         return bool(self._waiting)
 
     def write(self, address: int, num_bytes: int, offset: int) -> int:
@@ -136,7 +125,7 @@ class Pipe:
                 place = self._address + buffer * _LARGEST_PIECE_BYTES
                 ctypes.memmove(place, address + start, length)
                 ctypes.memset(place + length, 0, room - length)
-                self._begin(_WRITE, buffer, room, offset + start)
+                self._begin(buffer, room, offset + start, is_write=True, alone=len(pieces) == 1)
                 checksum = self._add(checksum, buffer, room)
         return checksum
 
@@ -146,7 +135,7 @@ class Pipe:
         checksum = 0
         with self._orderly():
             for i, (start, length) in enumerate(pieces[:_NUM_BUFFERS]):
-                self._begin(_READ, i, _aligned(length), offset + start)
+                self._begin(i, _aligned(length), offset + start, alone=len(pieces) == 1)
             for i, (start, length) in enumerate(pieces):
                 buffer = i % _NUM_BUFFERS
                 self._wait_for(buffer)
@@ -156,17 +145,20 @@ class Pipe:
                 checksum = self._add(checksum, buffer, _aligned(length))
                 if i + _NUM_BUFFERS < len(pieces):
                     then, more = pieces[i + _NUM_BUFFERS]
-                    self._begin(_READ, buffer, _aligned(more), offset + then)
+                    self._begin(buffer, _aligned(more), offset + then)
         return checksum
 
     def __del__(self) -> None:
-        self.close()
+        for _ in self._threads:
+            self._tasks.put(None)
 
     def close(self) -> None:
-        """Let go of the queue."""
-        queue, self._queue = self._queue, ctypes.c_ulong(0)
-        if queue.value and _SYSCALLS is not None and not self._waiting:
-            _libc.syscall(_SYSCALLS[1], queue)
+        """End the threads, and wait for them unless the disk does not answer."""
+        threads, self._threads = self._threads, []
+        for _ in threads:
+            self._tasks.put(None)
+        for thread in threads if not self._waiting else ():
+            thread.join(self._timeout_seconds)
 
     def _add(self, checksum: int, buffer: int, room: int) -> int:
         """Add a piece to a checksum: every word of a page, each page with a weight of its own, pieces in order."""
@@ -175,92 +167,51 @@ class Pipe:
         total = int(torch.dot(pages, self._weights.narrow(0, 0, num_pages)))
         return (checksum * 1099511628211 + total) % _WORD
 
-    def _begin(self, opcode: int, buffer: int, num_bytes: int, offset: int) -> None:
+    def _begin(self, buffer: int, num_bytes: int, offset: int, *, is_write: bool = False, alone: bool = False) -> None:
         if self._error is not None:
             return
-        request = self._requests[buffer]
-        request.data, request.opcode, request.fd = buffer, opcode, self._fd
-        request.address, request.num_bytes, request.offset = (
-            self._address + buffer * _LARGEST_PIECE_BYTES,
-            num_bytes,
-            offset,
-        )
-        if self.has_queue and _SYSCALLS is not None:
-            pointers = (ctypes.c_void_p * 1)(ctypes.addressof(request))
-            self._waiting[buffer] = num_bytes  # before: an interrupt in between must not lose sight of it
-            if _libc.syscall(_SYSCALLS[2], self._queue, ctypes.c_long(1), pointers) == 1:
-                return
-            del self._waiting[buffer]
-        self._move(buffer, 0)
-
-    def _move(self, buffer: int, done: int) -> None:
-        """Move what is left of a piece without the queue."""
-        request = self._requests[buffer]
-        memory = (ctypes.c_char * request.num_bytes).from_address(request.address)
-        view = memoryview(memory)
-        try:
-            while done < request.num_bytes:
-                if request.opcode == _WRITE:
-                    moved = os.pwrite(self._fd, view[done:], request.offset + done)
-                else:
-                    moved = os.preadv(self._fd, [view[done:]], request.offset + done)
-                if moved == 0:
-                    raise OSError(errno.EIO, "the file is shorter than what was written to it")
-                done += moved
-        except OSError as error:
-            self._error = self._error or error
+        piece = _Piece(buffer * _LARGEST_PIECE_BYTES, num_bytes, offset, is_write=is_write)
+        self._waiting[buffer] = piece  # before it starts: an interrupt in between must not lose track of it
+        if alone or not self._use_threads:
+            piece.move(self._fd, self._ring)
+            return
+        while len(self._threads) < _NUM_BUFFERS:
+            arguments = (self._tasks, self._fd, self._ring)
+            thread = threading.Thread(target=_serve, args=arguments, name="actmem-disk", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        self._tasks.put(piece)
 
     def _wait_for(self, buffer: int) -> None:
-        deadline = time.monotonic() + self._timeout_seconds
-        while buffer in self._waiting and _SYSCALLS is not None:
-            left = max(0.0, deadline - time.monotonic())
-            moment = _Time(int(left), int(left % 1 * 1e9))
-            found = _libc.syscall(
-                _SYSCALLS[3],
-                self._queue,
-                ctypes.c_long(1),
-                ctypes.c_long(_NUM_BUFFERS),
-                self._events,
-                ctypes.byref(moment),
+        piece = self._waiting.get(buffer)
+        if piece is None:
+            return
+        if not piece.is_done.wait(self._timeout_seconds):
+            self._gave_up = True
+            raise OffloadError(
+                f"the disk did not answer for {size(piece.num_bytes)} in {self._timeout_seconds:g} seconds. "
+                "Look for disk errors in the system log, or name a directory on another disk."
             )
-            refused = found < 0 and ctypes.get_errno() != errno.EINTR
-            if refused or (found <= 0 and time.monotonic() >= deadline):
-                _STUCK.append(self)
-                raise OffloadError(
-                    f"the disk did not answer for {size(self._waiting[buffer])} in {self._timeout_seconds:g} seconds. "
-                    "Look for errors of the disk in the system's log, or name a directory on another one."
-                )
-            for event in self._events[: max(0, found)]:
-                self._note(event.data, event.result)
-
-    def _note(self, buffer: int, result: int) -> None:
-        num_bytes = self._waiting.pop(buffer)
-        if result < 0:
-            self._error = self._error or OSError(-result, os.strerror(-result))
-        elif result < num_bytes:
-            self._move(buffer, result)
+        del self._waiting[buffer]
+        self._error = self._error or piece.error
 
     @contextmanager
     def _orderly(self) -> Generator[None]:
-        """Let no piece outlive the copy it belongs to, and raise what befell one."""
+        """Let no piece outlive the copy it belongs to, and raise the error of any that failed."""
         self._error = None
         with torch.no_grad(), without_dispatch_modes():
             try:
                 yield
             finally:
-                try:
-                    for buffer in list(self._waiting) if self not in _STUCK else ():
-                        self._wait_for(buffer)
-                finally:
-                    if self._waiting and self not in _STUCK:  # a second interrupt
-                        _STUCK.append(self)
+                for buffer in list(self._waiting) if not self._gave_up else ():
+                    self._wait_for(buffer)
         error, self._error = self._error, None
         if error is not None:
             raise error
 
 
 def takes_direct(fd: int) -> bool:
-    """Try whether a file takes one aligned page past the page cache, and switch `fd` to that if so."""
+    """Check whether a file accepts one aligned page with O_DIRECT, and switch `fd` to that if so."""
     import fcntl
 
     direct = getattr(os, "O_DIRECT", 0)
@@ -269,7 +220,7 @@ def takes_direct(fd: int) -> bool:
         return False
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | direct)
-        pipe = Pipe(fd, use_queue=False)
+        pipe = Pipe(fd, use_threads=False)
         here = ctypes.addressof(page := (ctypes.c_char * ALIGN_BYTES)())
         if pipe.write(here, len(page), 0) == pipe.read(here, len(page), 0):
             return True
@@ -281,7 +232,7 @@ def takes_direct(fd: int) -> bool:
 
 
 def drop_cached(fd: int, offset: int, num_bytes: int, *, written: bool) -> None:
-    """Wait until a part of the file is on the disk, and let go of the pages that hold it in memory."""
+    """Wait until a part of the file is on the disk, and drop its pages from the page cache."""
     if written:
         sync: Any = getattr(_libc, "sync_file_range", None)
         if sync is None or sync(fd, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), ctypes.c_uint(7)) != 0:

@@ -1,20 +1,20 @@
 """From an accelerator to disk: through host memory, in two legs.
 
 The first leg is a copy between device and host on a stream, the second one of bytes between host memory and the store,
-on a thread. Whoever waits for the first leg of a copy out is the thread of the second, so the program waits for
-nothing. A copy back begins with the second leg, as far ahead as the offloader fetches; the first leg follows when the
-value is wanted. It comes after all that the stream on which the fetch began was given until then, as on every lane: the
-memory of the target was allocated in the order of that stream, and another one may be current when the value is wanted.
+on a thread. The thread of the second leg waits for the first leg of a copy out, so the program waits for nothing. A
+copy back starts with the second leg, as far ahead as the offloader prefetches; the first leg follows when the value is
+needed. As on every lane, it comes after all work queued by then on the stream on which the fetch began: the memory of
+the target was allocated in the order of that stream, and another one may be current when the value is needed.
 
-The host memory on the way is a loan, which both legs hold. When nobody does any more, however that came about, the lane
-of the device gives it back, which waits until no copy on a stream touches it. So a leg that failed, or was given up,
-leaves nothing, and nobody waits in a finalizer.
+The host memory in between is a loan, which both legs hold. When neither holds it any more, for whatever reason, the
+device's lane returns it, once no copy on a stream touches it. So a leg that failed or was cancelled leaves nothing
+behind, and no finalizer waits.
 
 Not yet run on hardware.
 """
 
 # pyright: reportPrivateUsage=false
-# One lane is made of two here: it orders the streams of the first as that does itself.
+# This lane combines two others: it orders the streams of the first as that lane does itself.
 
 from __future__ import annotations
 
@@ -31,32 +31,33 @@ if TYPE_CHECKING:
 
     from actmem.offloading.accelerator import AcceleratorLane
     from actmem.offloading.stores import Slot, Store
+    from actmem.offloading.window import Window
 
 __all__ = ["StagedLane"]
 
 
 class StagedLane:
-    """Copy device tensors to and from a store of bytes, by way of host memory.
+    """Copy device tensors to and from a store of bytes, through host memory.
 
     Args:
         device: the lane between the device and host memory, an `AcceleratorLane`.
         threads: the lane between host memory and the store.
-        staging: the host memory on the way.
-        in_flight_bytes: how much host memory may be on its way to the store. Whoever would exceed it waits for the
+        staging: the host memory in between.
+        window: its bound is how much host memory may be on its way to the store. Whoever would exceed it waits for the
             oldest copy; what is larger goes alone. None: no bound.
     """
 
-    def __init__(self, device: Lane, threads: Lane, staging: HostStore, *, in_flight_bytes: int | None = None) -> None:
+    def __init__(self, device: Lane, threads: Lane, staging: HostStore, *, window: Window[Any] | None = None) -> None:
         self._device = cast("AcceleratorLane[Any, Any]", device)
         self._threads, self._staging = threads, staging
-        self._bound = in_flight_bytes
+        self._window = window
         self._lock = threading.Lock()
         self._leaving: deque[tuple[Copy, int]] = deque()
         """Copies from host memory to the store that had not ended when last looked at, oldest first."""
         self._leaving_bytes = 0
 
     def out(self, source: Tensor, store: Store, slot: Slot) -> Copy:
-        """Begin to copy a contiguous device tensor into a slot of the store."""
+        """Start copying a contiguous device tensor into a slot of the store."""
         with self._lock:
             self._make_room(slot.num_bytes)
             loan = self._borrow(slot.num_bytes)
@@ -68,14 +69,14 @@ class StagedLane:
         return _Out(first, second)
 
     def back(self, store: Store, slot: Slot, target: Tensor) -> Copy:
-        """Begin to fill a contiguous device tensor from a slot of the store."""
+        """Start filling a contiguous device tensor from a slot of the store."""
         loan = self._borrow(slot.num_bytes)
         through: Any = _Through(store, loan)
         first = self._threads.back(through, slot, loan.slot.tensor)
         return _Back(self._device, self._staging, loan, target, first)
 
     def give(self, store: Store, slot: Slot) -> None:
-        """Give a slot back to its store as soon as no copy touches it."""
+        """Return a slot to its store as soon as no copy touches it."""
         self._threads.give(store, slot)
 
     def settle(self) -> None:
@@ -84,7 +85,7 @@ class StagedLane:
         self._device.settle()
 
     def close(self) -> None:
-        """End both legs, and free the host memory between them."""
+        """Close both legs, and free the host memory between them."""
         self._threads.close()
         self._device.close()
         self._staging.close()
@@ -93,19 +94,19 @@ class StagedLane:
         return _Loan(self._device, self._staging, self._staging.take(num_bytes))
 
     def _make_room(self, num_bytes: int) -> None:
-        """Wait for the oldest copies to the store until so many bytes more are within the bound."""
+        """Wait for the oldest copies to the store until so many more bytes fit within the bound."""
         while self._leaving:
             copy, leaving_bytes = self._leaving[0]
             if not copy.done():
-                if self._bound is None or self._leaving_bytes + num_bytes <= self._bound:
+                if self._window is None or self._leaving_bytes + num_bytes <= self._window.bound_bytes:
                     return
-                _failed(copy)  # the lane of the threads tells of it
+                _failed(copy)  # the thread lane reports it
             self._leaving.popleft()
             self._leaving_bytes -= leaving_bytes
 
 
 class _Loan:
-    """Host memory that is lent to a copy."""
+    """Host memory lent to a copy."""
 
     def __init__(self, lane: Lane, staging: HostStore, slot: HostSlot) -> None:
         self._lane, self._staging, self.slot = lane, staging, slot
@@ -146,12 +147,16 @@ class _Out:
     def release(self) -> None:
         self._first.release()  # the source is free when it has left the device
 
+    def cancel(self) -> bool:
+        self._second.cancel()
+        return self._first.cancel()
+
     def done(self) -> bool:
         return self._second.done()
 
 
 class _Back:
-    """A copy back, of which the leg to the device is begun when somebody waits for it."""
+    """A copy back, whose leg to the device starts when somebody waits for it."""
 
     def __init__(
         self, lane: AcceleratorLane[Any, Any], staging: HostStore, loan: _Loan, target: Tensor, first: Copy
@@ -174,6 +179,9 @@ class _Back:
     def release(self) -> None:
         self.wait()
 
+    def cancel(self) -> bool:
+        return False  # only copies out are cancelled
+
     def done(self) -> bool:
         if self._second is None:
             return self._first.done() and _failed(self._first)
@@ -181,18 +189,18 @@ class _Back:
 
 
 def _mark(lane: AcceleratorLane[Any, Any]) -> Any:
-    """Return an event behind all that the current stream was given so far."""
+    """Return an event that follows all work queued on the current stream so far."""
     return lane._device.record(lane._device.current_stream())
 
 
 def _order(lane: AcceleratorLane[Any, Any], mark: Any) -> None:
-    """Put the copies back that a lane begins from now on behind an event."""
+    """Order the copies back that a lane starts from now on after an event."""
     stream = lane._device.current_stream() if lane._streams is None else lane._streams[1]
     lane._device.wait(stream, mark)
 
 
 def _failed(copy: Copy) -> bool:
-    """Wait for the end of a copy, and tell whether it failed. Raise if it does not end."""
+    """Wait for a copy to end, and return whether it failed. Raise if it does not end."""
     try:
         copy.wait()
     except OffloadError:

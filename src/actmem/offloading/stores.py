@@ -1,11 +1,11 @@
-"""What every place for bytes can do.
+"""What every store of bytes can do.
 
 NOTE [ Stores ]
 - `take` reserves, `give` frees, `write` and `read` move bytes and block until that is done. A store moves bytes on the
-  thread that calls it; to overlap with compute is the work of a lane.
+  thread that calls it; overlapping with compute is the job of a lane.
 - `give` takes no lock and may be called by a finalizer, also while the same thread is inside `take`. What was given is
   sorted into the free list by the next `take`.
-- Giving a slot twice is an error. Giving one to a closed store is none: there is nothing left to free.
+- Giving a slot back twice is an error. Giving one to a closed store is not: there is nothing left to free.
 - On disk, a slot that was never written, or whose last write failed, cannot be read.
 - A store belongs to the process that made it. In a forked child all but `give` and `close` raise, and these do nothing.
 """
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from actmem.errors import OffloadError
 
-__all__ = ["Register", "Slot", "Store", "check_bytes", "check_limit", "size"]
+__all__ = ["Register", "Slot", "Store", "check_bytes", "check_limit"]
 
 
 class Slot:
-    """Be a place for a number of bytes in a store. Only its store makes one."""
+    """A place for a number of bytes in a store. Only its store creates one."""
 
     __slots__ = ("num_bytes",)
 
@@ -37,10 +37,10 @@ class Slot:
 
 
 class Store(Protocol):
-    """Keep bytes somewhere else. See NOTE [ Stores ]."""
+    """Keeps bytes somewhere else. See NOTE [ Stores ]."""
 
     def take(self, num_bytes: int) -> Slot:
-        """Reserve a place, or raise `OffloadError` where there is no room."""
+        """Reserve a place, or raise `OffloadError` if there is no room."""
         ...
 
     def give(self, slot: Slot) -> None:
@@ -61,12 +61,12 @@ class Store(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all slots that are taken."""
+        """Bytes of all slots in use."""
         ...
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that the store occupies now, in use or not."""
+        """Bytes that the store occupies now, in use or not."""
         ...
 
 
@@ -74,7 +74,7 @@ S = TypeVar("S", bound=Slot)
 
 
 class Register(Generic[S]):
-    """Know which slots of a store are taken, without a lock. See NOTE [ Stores ].
+    """Track which slots of a store are in use, without a lock. See NOTE [ Stores ].
 
     Each step is one call of a builtin container, which no other thread and no finalizer can interrupt.
     """
@@ -87,18 +87,18 @@ class Register(Generic[S]):
         self._given: deque[S] = deque()
 
     def add(self, slot: S) -> S:
-        """Count a slot as taken."""
+        """Count a slot as in use."""
         self._taken[slot] = slot.num_bytes
         return slot
 
     def give(self, slot: S) -> None:
-        """Count a slot as free; `given` hands it out later."""
+        """Count a slot as free; `given` returns it later."""
         if self.is_closed or self.is_foreign:
             return
         if self._taken.pop(slot, None) is None:
             raise OffloadError(
-                f"{slot} is not taken from this {self.name}: it was given back before, or is of another store. "
-                "Give a slot back once, to the store that it was taken from."
+                f"{slot} does not belong to this {self.name}: it was given back before, or comes from another store. "
+                "Give a slot back once, to the store it was taken from."
             )
         self._given.append(slot)
 
@@ -112,7 +112,7 @@ class Register(Generic[S]):
                 return out
 
     def check(self, slot: S | None = None) -> None:
-        """Raise unless the store is open, of this process, and the slot one of its own."""
+        """Raise unless the store is open and of this process, and the slot is its own."""
         if self.is_foreign:
             raise OffloadError(
                 f"{self.name} was made in process {self._pid} and used in process {os.getpid()}, which was forked from "
@@ -122,7 +122,7 @@ class Register(Generic[S]):
             raise OffloadError(f"{self.name} is closed: its bytes are gone. Make a new one.")
         if slot is not None and slot not in self._taken:
             raise OffloadError(
-                f"{slot} is not taken from this {self.name}: it was given back, or is of another store. "
+                f"{slot} does not belong to this {self.name}: it was given back, or comes from another store. "
                 "Keep a slot until nothing reads or writes it any more."
             )
 
@@ -138,12 +138,12 @@ class Register(Generic[S]):
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all slots that are taken."""
+        """Bytes of all slots in use."""
         return sum(list(self._taken.values()))
 
 
 def check_bytes(slot: Slot, tensor: Tensor) -> int:
-    """Return the address of a tensor that can be moved as it is, or raise."""
+    """Return the address of a tensor whose bytes can be copied as they are, or raise."""
     plain = tensor.dtype is torch.uint8 and tensor.device.type == "cpu" and tensor.dim() == 1 and tensor.is_contiguous()
     if not plain or tensor.numel() != slot.num_bytes:
         raise OffloadError(
@@ -157,14 +157,3 @@ def check_limit(limit_bytes: int | None) -> None:
     """Raise unless a limit is None or positive."""
     if limit_bytes is not None and limit_bytes <= 0:
         raise OffloadError(f"limit_bytes = {limit_bytes}: expected a positive number of bytes, or None for no limit.")
-
-
-def size(num_bytes: int) -> str:
-    """Write a number of bytes for a reader.
-
-    >>> size(512), size(3 * 2**20), size(5 * 2**30)
-    ('512 bytes', '3.0 MiB', '5.00 GiB')
-    """
-    if num_bytes < 2**16:
-        return f"{num_bytes} bytes"
-    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.2f} GiB"

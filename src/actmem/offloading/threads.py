@@ -1,6 +1,6 @@
 """Copies between CPU tensors and any store, on threads of their own.
 
-Writers and readers are apart, so that a fetch in the backward pass does not queue behind what the forward pass still
+Writers and readers are separate, so that a fetch in the backward pass does not queue behind what the forward pass still
 has to write. A read of a slot whose write is still queued or under way waits for that write, and for no other.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["ThreadLane"]
 
 
 class _ThreadCopy:
-    """A copy on a thread: queued, under way, ended. It holds its tensor until it has ended."""
+    """A copy on a thread: queued, running or ended. It holds its tensor until it has ended."""
 
     def __init__(
         self, store: Store, slot: Slot, tensor: Tensor, after: list[_ThreadCopy], *, outward: bool, seconds: float
@@ -38,6 +38,8 @@ class _ThreadCopy:
         self.outward = outward
         self._timeout_seconds = seconds
         self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._begun = False
         self._pid = os.getpid()
         self.error: BaseException | None = None
 
@@ -49,42 +51,60 @@ class _ThreadCopy:
     def release(self) -> None:
         self.wait()
 
+    def cancel(self) -> bool:
+        if not self._begins():
+            return self._ended.is_set()
+        self._end()
+        return True
+
     def done(self) -> bool:
         return self._ended.is_set()
 
     def join(self, timeout_seconds: float) -> None:
-        """Wait until the copy has ended, well or not."""
+        """Wait until the copy has ended, successfully or not."""
         if self._ended.is_set():
             return
         _same_process(self._pid)
         if not self._ended.wait(timeout_seconds):
             raise OffloadError(
-                f"{self._what()} did not end within {self._timeout_seconds:g} s. The disk may hang; look at the "
-                "machine's log, or give the lane more time with timeout_seconds=."
+                f"{self._what()} did not finish within {self._timeout_seconds:g} s. The disk may hang; look at the "
+                "system log, or give the lane more time with timeout_seconds=."
             )
 
     def run(self, on_error: Callable[[BaseException], None]) -> None:
-        """Do the copy. Called on a worker thread."""
+        """Do the copy, unless it was cancelled. Called on a worker thread."""
+        if not self._begins():
+            return
         try:
-            assert self._work is not None
-            store, tensor, after = self._work
-            for copy in after:
-                copy.join(self._timeout_seconds)
-            if self.outward:
-                store.write(self.slot, tensor)
-            elif after and after[0].error is not None:
-                self.error = after[0].error  # already told
-            else:
-                store.read(self.slot, tensor)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the one who waits must hear of it
+            self._move()  # its frame, which holds the tensor, is gone before anybody learns of the end
+        except BaseException as error:  # noqa: BLE001 - whatever it is, whoever waits must learn of it
             self.error = error.with_traceback(None)  # its frames would keep the tensor alive
-            on_error(self.error)  # before anybody who waits can go on
+            on_error(self.error)  # before anybody waiting can continue
         self._end()
 
+    def _move(self) -> None:
+        assert self._work is not None
+        store, tensor, after = self._work
+        for copy in after:
+            copy.join(self._timeout_seconds)
+        if self.outward:
+            store.write(self.slot, tensor)
+        elif after and after[0].error is not None:
+            self.error = after[0].error  # already reported
+        else:
+            store.read(self.slot, tensor)
+
     def refuse(self, error: BaseException) -> None:
-        """End the copy without doing it."""
-        self.error = error
-        self._end()
+        """End the copy without performing it."""
+        if self._begins():
+            self.error = error
+            self._end()
+
+    def _begins(self) -> bool:
+        """Return whether nobody has started or cancelled the copy before."""
+        with self._lock:
+            was, self._begun = self._begun, True
+        return not was
 
     def _end(self) -> None:
         self._work = None
@@ -95,7 +115,7 @@ class _ThreadCopy:
 
 
 class _Crew:
-    """The threads of one direction. They hold this, and not the lane, so a lane that nobody holds can die."""
+    """The threads of one direction. They hold this rather than the lane, so that a lane nobody holds can die."""
 
     def __init__(self, name: str, num_threads: int, on_error: Callable[[BaseException], None]) -> None:
         self._queue: SimpleQueue[_ThreadCopy | None] = SimpleQueue()
@@ -111,13 +131,13 @@ class _Crew:
         self._queue.put(copy)
 
     def stop(self) -> None:
-        """Have the threads end after what they are doing now. What is queued is not done any more."""
+        """Make the threads end after their current copy. Queued copies are dropped."""
         self._stopping = True
         for _ in self.threads:
             self._queue.put(None)
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait for the threads to end; tell whether they did."""
+        """Wait for the threads to end; return whether they did."""
         deadline = time.monotonic() + timeout_seconds
         for thread in self.threads:
             if thread is not threading.current_thread():
@@ -127,7 +147,7 @@ class _Crew:
     def _serve(self) -> None:
         while (copy := self._queue.get()) is not None:
             if self._stopping:
-                copy.refuse(OffloadError("the lane was closed before the copy was begun"))
+                copy.refuse(OffloadError("the lane was closed before the copy started"))
             else:
                 copy.run(self._on_error)
             del copy  # or the last one and its tensor would live until the next one comes
@@ -136,9 +156,9 @@ class _Crew:
 class ThreadLane:
     """Copy between CPU tensors and a store on background threads. See NOTE [ Lanes ].
 
-    A copy that failed raises in its own `wait`, and once at the next `out`: who only sends must hear of it too. What it
-    should have written cannot be read. The threads are daemons; they end with `close`, with the lane itself, and with
-    the interpreter.
+    A copy that failed raises in its own `wait`, and once at the next `out`, so that callers that only send learn of it
+    too. What it should have written cannot be read. The threads are daemons; they end with `close`, with the lane
+    itself, and with the interpreter.
 
     Args:
         num_writers: threads that write to the store.
@@ -171,22 +191,22 @@ class ThreadLane:
         self._stop = weakref.finalize(self, _stop, self._writers, self._readers, self._pid)
 
     def out(self, source: Tensor, store: Store, slot: Slot) -> _ThreadCopy:
-        """Begin to write a contiguous CPU tensor to a slot."""
+        """Start writing a contiguous CPU tensor to a slot."""
         if self._errors and not self._closed:
             error = self._errors.popleft()
             raise OffloadError(f"an earlier copy failed: {error}") from error
         return self._begin(source, store, slot, outward=True)
 
     def back(self, store: Store, slot: Slot, target: Tensor) -> _ThreadCopy:
-        """Begin to fill a contiguous CPU tensor from a slot."""
+        """Start filling a contiguous CPU tensor from a slot."""
         return self._begin(target, store, slot, outward=False)
 
     def give(self, store: Store, slot: Slot) -> None:
-        """Give a slot back to its store when no copy touches it: now, at a later call of the lane, or at `settle`."""
+        """Return a slot to its store once no copy touches it: now, at a later call of the lane, or at `settle`."""
         if self._pid != os.getpid():
             return  # a finalizer in a forked child: the slot is the parent's
         self._given.append((store, slot))
-        # A finalizer may come here in any thread, so it never waits: what cannot be done now is done at the next call.
+        # A finalizer may run this in any thread, so it never waits: what cannot be done now is done at the next call.
         if self._lock.acquire(blocking=False):
             try:
                 self._reap()
@@ -194,7 +214,7 @@ class ThreadLane:
                 self._lock.release()
 
     def settle(self) -> None:
-        """Wait until every copy has ended and every slot that was given is back in its store."""
+        """Wait until every copy has ended and every returned slot is back in its store."""
         _same_process(self._pid)
         with self._lock:
             deadline = time.monotonic() + self._timeout_seconds
@@ -203,7 +223,7 @@ class ThreadLane:
             self._reap()
 
     def close(self) -> None:
-        """End the threads after what they are doing now; what is queued is given up. May be called twice.
+        """End the threads after their current copy; queued copies are dropped. May be called twice.
 
         Raises:
             OffloadError: a thread did not end in time.
@@ -211,7 +231,7 @@ class ThreadLane:
         if self._pid != os.getpid():
             return  # the threads are the parent's
         crews = (self._writers, self._readers)
-        with self._lock:  # no copy may be queued behind the end
+        with self._lock:  # no copy may be queued after the end
             self._closed = True
             for crew in crews:
                 crew.stop()
@@ -222,7 +242,7 @@ class ThreadLane:
         if not all(ended):
             names = [t.name for crew in crews for t in crew.threads if t.is_alive()]
             raise OffloadError(
-                f"threads {', '.join(names)} did not end within {self._timeout_seconds:g} s: a read or write hangs. "
+                f"threads {', '.join(names)} did not finish within {self._timeout_seconds:g} s: a read or write hangs. "
                 "They end with the process."
             )
 
@@ -230,12 +250,12 @@ class ThreadLane:
         _same_process(self._pid)
         if tensor.device.type != "cpu":
             raise OffloadError(
-                f"tensor.device = {tensor.device}: this lane copies CPU tensors. Use an AcceleratorLane for the others."
+                f"tensor.device = {tensor.device}: this lane copies CPU tensors. Use an AcceleratorLane for others."
             )
         data = as_bytes(tensor, slot)
         with self._lock:
             if self._closed:
-                raise OffloadError("this lane is closed: it takes no more copies. Make a new one.")
+                raise OffloadError("this lane is closed and accepts no more copies. Make a new one.")
             self._reap()
             self._busy = True
             try:
@@ -254,7 +274,7 @@ class ThreadLane:
             return copy
 
     def _reap(self) -> None:
-        """Forget copies that have ended, and give back the slots that no copy touches."""
+        """Forget copies that have ended, and return the slots that no copy touches."""
         if self._busy:
             return
         self._busy = True

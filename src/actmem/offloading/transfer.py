@@ -1,19 +1,20 @@
-"""Sending values away and getting them back: tickets, bounds, prefetch, and the ledger of bytes.
+"""Offload values and fetch them back: tickets, bounds, prefetch, and the ledger of bytes.
 
 NOTE [ Tickets ]
-What was sent is a `Ticket`. It owns a slot of the store as long as somebody holds it; when nobody does, the slot is
-given back, whether the value was fetched or not. So a graph that dies without a backward pass leaves nothing behind,
-and there is no table of tensors that could be forgotten, or that could mix up two tensors which the allocator put in
-the same place.
+An offloaded storage is represented by a `Ticket`. It owns a slot of the store as long as somebody holds it; when
+nobody does, the slot is returned, whether the value was fetched or not. So a graph that dies without a backward pass
+leaves nothing behind, and there is no table of tensors to leak entries, or to mix up two tensors that the allocator
+put in the same place.
 
 - A storage is sent once, however many views or values show it, for as long as its version stays the same.
-- Until its copy is done, the tensor is kept alive and counts as in flight. `in_flight_bytes` bounds that: whoever
-  would exceed it waits for the oldest copy.
-- If the program writes on the tensor before its copy is done, the copy may be torn. The version counter tells, and the
-  fetch raises, as plain autograd would.
-- What is fetched before its copy is done is simply taken back.
-- Fetches follow an order that repeats from step to step. After the first step it is known, and what comes next is
-  fetched ahead, again within `in_flight_bytes`. Where it is not known, the order of sending is taken backwards.
+- The tensor is kept alive until newer ones push it out of the window, and its copy is waited for then. See
+  NOTE [ The window ].
+- A value fetched while it is in the window is taken back: the same storage is returned, and the copy is cancelled. What
+  was taken back in the previous step is not copied at all, unless it has to leave the window after all.
+- If the program writes to the tensor before its copy is done, the copy may be torn. The version counter shows it, and
+  the fetch raises, as plain autograd would.
+- Fetches follow an order that repeats from step to step. It is known after the first step, and what comes next is
+  prefetched as far as the window has room. Until it is known, the reverse of the sending order is assumed.
 """
 
 # pyright: reportPrivateUsage=false
@@ -25,7 +26,8 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,54 +38,60 @@ from actmem.torchcompat import storage_key
 if TYPE_CHECKING:
     from actmem.offloading.lanes import Copy, Lane
     from actmem.offloading.stores import Slot, Store
+    from actmem.offloading.window import Window
 
-__all__ = ["Ledger", "Offloader", "Ticket"]
+__all__ = ["Offloader", "Ticket", "TransferCounts"]
 
 
 @dataclass
-class Ledger:
-    """The bytes that moved. Out is always back, dropped and waiting together."""
+class TransferCounts:
+    """The bytes moved. Out always equals back, dropped and waiting together."""
 
     out_bytes: int = 0
     """Sent away."""
     back_bytes: int = 0
     """Fetched; a value that is fetched again counts once."""
+    stayed_bytes: int = 0
+    """Of those, bytes that were still in memory and were taken back."""
     dropped_bytes: int = 0
     """Never fetched: the graph died."""
     waiting_bytes: int = 0
-    """Still away, and not fetched yet."""
+    """Offloaded and not fetched yet."""
     again_bytes: int = 0
     """Fetched more than once, by a second backward pass or a second holder."""
     store_bytes: int = 0
-    """What the store occupies now, in host memory or on disk, in use or not."""
+    """Bytes that the store occupies now, in host memory or on disk, in use or not."""
 
 
 class Ticket:
-    """One storage that was sent away. See NOTE [ Tickets ]."""
+    """One offloaded storage. See NOTE [ Tickets ]."""
 
-    def __init__(self, owner: Offloader, index: int, tensor: Tensor, slot: Slot, num_bytes: int) -> None:
+    def __init__(self, owner: Offloader, index: int, tensor: Tensor, num_bytes: int) -> None:
         self.owner = owner
         self.index = index
-        """Its place in the order of sending, counted anew in each step."""
-        self.slot = slot
+        """Its place in the order of sending, counted from 0 in each step."""
         self.num_bytes = num_bytes
         self.device = tensor.device
         self.version = None if tensor.is_inference() else tensor._version
         self.source: Tensor | None = tensor
-        """The tensor itself, until its copy is done."""
-        self.out: Copy | None = None
+        """The tensor itself, while it is in the window or after it was taken back."""
+        self.leaving = _Leaving(weakref.ref(self), num_bytes)
+        self.slot: Slot | None = None
+        """Where it is copied to, once its copy has started."""
+        self.is_whole = False
+        """Its copy is done, and it was not written to before that."""
         self.torn = False
-        """It was written on before its copy was done."""
+        """It was written to before its copy was done."""
         self.error: OffloadError | None = None
         """Its copy failed."""
         self.back: tuple[Tensor, Copy] | None = None
-        """Fetched ahead: where to, and the copy."""
+        """If prefetched: the target, and the copy."""
         self.fetched = False
         self._shared: weakref.ref[Any] | None = None
         self.alive = True
 
     def fetch(self) -> Tensor:
-        """Return the bytes, as one dimension of uint8 on the device that they came from."""
+        """Return the bytes, as one dimension of uint8 on the device they came from."""
         return self.owner.fetch(self)
 
     def fetch_shared(self) -> Tensor:
@@ -95,11 +103,20 @@ class Ticket:
         self._shared = weakref.ref(fetched.untyped_storage())
         return fetched
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the source was written to since it was sent."""
+        return self.source is not None and self.version not in (None, self.source._version)
+
+    def check_copy(self, error: OffloadError | None) -> None:
+        """Note that the copy is done: it is intact unless the source has been written to by now."""
+        self.error = error
+        self.is_whole = not self.is_written
+        self.torn = not self.is_whole
+
     def leave(self) -> None:
-        """Let go of the source: nothing but the copy counts from now on."""
-        if self.source is not None:
-            self.torn = self.version is not None and self.source._version != self.version
-            self.source = None
+        """Release the source: only the copy counts from now on."""
+        self.source = None
 
     def __del__(self) -> None:
         if self.alive:
@@ -112,57 +129,51 @@ class Offloader:
     Args:
         store: where the bytes go.
         lane: what moves them.
-        in_flight_bytes: how much may be on its way out, and how much may be fetched ahead.
-        max_in_flight: how many copies may be on their way out, besides.
-        overlap: without, each send waits for its copy, and nothing is fetched ahead.
+        window: how much may be in flight.
+        overlap: if False, each send waits for its copy, and nothing is prefetched.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        lane: Lane,
-        *,
-        in_flight_bytes: int,
-        max_in_flight: int | None = None,
-        overlap: bool = True,
-    ) -> None:
+    def __init__(self, store: Store, lane: Lane, *, window: Window[Any], overlap: bool = True) -> None:
         self.store = store
         self.lane = lane
-        self._ledger = Ledger()
-        self._bound = in_flight_bytes
-        self._max_in_flight = max_in_flight
+        self.window = window
+        self._ledger = TransferCounts()
         self._overlap = overlap
         self._lock = threading.RLock()
-        self._leaving: deque[_Leaving] = deque()
-        """What is on its way out, oldest first."""
-        self._leaving_bytes = 0
-        self._ahead_bytes = 0
+        self._ending: deque[_Leaving] = deque()
+        """Copies that were cancelled but could not be stopped: the lane holds their tensors until they end."""
         self._sent: dict[int, tuple[Any, weakref.ref[Ticket]]] = {}
-        """Storage key -> the storage and its ticket, for what is away now."""
+        """Storage key -> the storage and its ticket, for what is offloaded now."""
         self._tickets: dict[int, weakref.ref[Ticket]] = {}
         """The tickets of this step, by index."""
         self._fetched: list[int] = []
-        """Indices in the order in which they were fetched in this step."""
+        """Indices in the order of their fetches in this step."""
         self._next: dict[int, int] = {}
         """Index -> the index that was fetched after it, in an earlier step."""
+        self._stayed: set[int] = set()
+        """Indices that were taken back from the window in this step."""
+        self._will_stay: set[int] = set()
+        """Those of the previous step."""
         self._count = 0
         self._num_alive = 0
-        self._orphans: deque[tuple[Slot, int, bool, bool]] = deque()
+        self._num_open = 0
+        """Blocks that have started and not ended."""
+        self._orphans: deque[tuple[_Leaving, Slot | None, bool, bool]] = deque()
         """What is left of tickets that nobody holds any more."""
         self._closing = False
         self._error: OffloadError | None = None
-        """A copy out that failed: no more is sent."""
+        """A copy out failed: nothing more is sent."""
 
     @property
-    def ledger(self) -> Ledger:
-        """What moved so far."""
+    def ledger(self) -> TransferCounts:
+        """What has moved so far."""
         self._bury_if_free()
         return replace(self._ledger, store_bytes=self.store.held_bytes)
 
     # ------------------------------------------------------------------ sending
 
     def send(self, tensor: Tensor) -> Ticket:
-        """Send the whole storage of a tensor away. Whoever holds the ticket holds the value."""
+        """Offload the whole storage of a tensor. Whoever holds the ticket holds the value."""
         storage = tensor.untyped_storage()
         key, num_bytes = storage_key(storage), storage.nbytes()
         with self._lock:
@@ -176,87 +187,148 @@ class Offloader:
                     return known
             if self._fetched:
                 self._begin_step()
-            self._make_room(num_bytes)
-            slot = self._slot(num_bytes)
-            ticket = Ticket(self, self._count, tensor, slot, num_bytes)
+            ticket = Ticket(self, self._count, tensor, num_bytes)
+            try:
+                for leaving in self.window.admit(ticket.leaving, num_bytes):
+                    if leaving is not ticket.leaving:
+                        self._push_out(leaving)
+                if ticket.index not in self._will_stay or not self._overlap or ticket.leaving not in self.window:
+                    self._begin_out(ticket)
+            except BaseException:
+                self.window.remove(ticket.leaving)
+                ticket.alive = False  # nobody has seen it
+                raise
             self._num_alive += 1
             self._tickets[self._count] = weakref.ref(ticket)
             self._count += 1
             self._ledger.out_bytes += num_bytes
             self._ledger.waiting_bytes += num_bytes
-            ticket.out = self.lane.out(_bytes_of(tensor), self.store, slot)
-            self._leaving.append(_Leaving(weakref.ref(ticket), ticket.out, num_bytes))
-            self._leaving_bytes += num_bytes
             self._sent[key] = weakref.ref(storage), weakref.ref(ticket)
-            if not self._overlap:
-                ticket.out.wait()
-                self._reap()
+            if not self._num_open:
+                self.window.end_block()
+            if not self._overlap or ticket.leaving not in self.window:
+                self.window.remove(ticket.leaving)
+                self._push_out(ticket.leaving)
         self._bury_if_free()
         return ticket
 
+    def begin_block(self) -> None:
+        """Note that whatever is sent from now on belongs to one block. A send outside counts as a block of its own."""
+        with self._lock:
+            self._num_open += 1
+
+    def end_block(self) -> None:
+        """Note that the block has sent everything."""
+        with self._lock:
+            self._num_open -= 1
+            self.window.end_block()
+
     def _begin_step(self) -> None:
-        """Learn the order of the fetches so far, and count anew. Called at the first send after a fetch."""
-        self._next = dict(zip(self._fetched, self._fetched[1:], strict=False))
+        """Learn the order of the fetches so far, and count from 0 again. Called at the first send after a fetch."""
+        self._next = dict(pairwise(self._fetched))
         self._fetched.clear()
+        self._will_stay, self._stayed = self._stayed, set()
         self._sent = {key: pair for key, pair in self._sent.items() if pair[1]() is not None}
         self._tickets = {index: found for index, found in self._tickets.items() if found() is not None}
-        if not self._tickets:  # else another microbatch is under way: its tickets keep their numbers
+        self.window.begin_step()
+        if not self._tickets:  # else another microbatch is in progress: its tickets keep their numbers
             self._count = 0
 
+    def _begin_out(self, ticket: Ticket) -> Copy:
+        """Start copying what a ticket holds to the store."""
+        assert ticket.source is not None
+        slot = self._slot(ticket.num_bytes)
+        try:
+            ticket.leaving.out = out = self.lane.out(_bytes_of(ticket.source), self.store, slot)
+        except BaseException:
+            self.lane.give(self.store, slot)
+            raise
+        ticket.slot = slot
+        return out
+
     def _slot(self, num_bytes: int) -> Slot:
-        """Take a slot. If there is none, wait for those that only a copy still touches, and try once more."""
+        """Take a slot. If there is none, wait for those held only by a copy, and try once more."""
         try:
             return self.store.take(num_bytes)
         except OffloadError:
             self.lane.settle()
             return self.store.take(num_bytes)
 
-    def _make_room(self, num_bytes: int) -> None:
-        while self._leaving and (
-            self._leaving_bytes + num_bytes > self._bound or len(self._leaving) >= (self._max_in_flight or 2**30)
-        ):
-            self._leaving[0].out.release()
-            self._let_go()
+    def _push_out(self, leaving: _Leaving) -> None:
+        """Wait for the copy of a value that left the window, and release its memory."""
+        ticket = leaving.ticket()
+        if ticket is None:
+            self._give_up(leaving)
+            return
+        out = leaving.out or self._begin_out(ticket)
+        try:
+            out.release()
+        except OffloadError as error:
+            ticket.error = self._error = OffloadError(str(error))  # the raised one holds this frame
+            raise
+        else:
+            if not leaving.is_noted:
+                ticket.check_copy(None)
+        finally:
+            leaving.is_noted = True
+            ticket.leave()
+
+    def _give_up(self, leaving: _Leaving) -> None:
+        """Cancel the copy of a value that is in memory and needed there, or that nobody needs."""
+        if leaving.out is not None and not leaving.is_noted and not leaving.out.cancel():
+            self.window.occupy(leaving.num_bytes)
+            self._ending.append(leaving)
+        leaving.is_noted = True
 
     def _reap(self) -> None:
-        """Take note of copies that are done, and of tickets that are gone."""
+        """Process copies that are done, and tickets that are gone."""
         self._bury()
-        while self._leaving and self._leaving[0].out.done():
-            error = _error_of(self._leaving[0].out)
-            self._let_go(error)
+        for leaving in [one for one in self.window if one.out is not None and not one.is_noted]:
+            assert leaving.out is not None
+            if not leaving.out.done():
+                break
+            leaving.is_noted = True
+            error, ticket = _error_of(leaving.out), leaving.ticket()
             self._error = self._error or error
-
-    def _let_go(self, error: OffloadError | None = None) -> None:
-        left = self._leaving.popleft()
-        self._leaving_bytes -= left.num_bytes
-        ticket = left.ticket()
-        if ticket is not None:
-            ticket.leave()
-            ticket.error = error
+            if ticket is None:
+                continue
+            ticket.check_copy(error)
+            if error is not None or ticket.torn or ticket.version is None:  # the copy is useless, or unchecked
+                self.window.remove(leaving)
+                ticket.leave()
+        while self._ending and self._ending[0].out is not None and self._ending[0].out.done():
+            self.window.vacate(self._ending.popleft().num_bytes)
 
     # ------------------------------------------------------------------ fetching
 
     def fetch(self, ticket: Ticket) -> Tensor:
-        """Bring a ticket's bytes back, and begin to fetch what will be wanted next."""
+        """Bring a ticket's bytes back, and prefetch what will be needed next."""
         with self._lock:
             self._reap()
             self._note(ticket)
-            taken = ticket.source
-            if ticket.torn or (taken is not None and ticket.version not in (None, taken._version)):
+            if ticket.torn or (ticket.is_written and not ticket.is_whole):
                 raise VersionError(
-                    f"a tensor of {ticket.num_bytes} bytes was written on after autograd had saved it and before it "
-                    "was offloaded, so what was there is lost. Do not write in place on what backward needs, or keep "
-                    "it out of offloading with a rule of its own: Rule('save', module=...)."
+                    f"a tensor of {ticket.num_bytes} bytes was modified in place after autograd had saved it and "
+                    "before it was offloaded, so its value is lost. Do not modify in place what backward needs, or "
+                    "keep it out of offloading with a rule of its own: Rule('save', module=...)."
                 )
             if ticket.error is not None:
                 raise OffloadError(str(ticket.error)) from ticket.error
-            if taken is not None:
-                self._ahead(ticket)
-                return _bytes_of(taken)
+            if ticket.source is not None:
+                if self.window.remove(ticket.leaving) and not ticket.is_written:
+                    self._give_up(ticket.leaving)
+                    self._stayed.add(ticket.index)
+                    self._ledger.stayed_bytes += ticket.num_bytes
+                taken = None if ticket.is_written else _bytes_of(ticket.source)
+                if ticket.is_whole:
+                    ticket.leave()  # whoever asks again gets the copy
+                if taken is not None:
+                    self._ahead(ticket)
+                    return taken
             begun = ticket.back or self._begin(ticket)
             if ticket.back is not None:
                 ticket.back = None
-                self._ahead_bytes -= ticket.num_bytes
+                self.window.vacate(ticket.num_bytes)
             self._ahead(ticket)
         self._bury_if_free()
         target, copy = begun
@@ -264,6 +336,7 @@ class Offloader:
         return target
 
     def _begin(self, ticket: Ticket) -> tuple[Tensor, Copy]:
+        assert ticket.slot is not None
         target = torch.empty(ticket.num_bytes, dtype=torch.uint8, device=ticket.device)
         return target, self.lane.back(self.store, ticket.slot, target)
 
@@ -277,7 +350,7 @@ class Offloader:
         self._ledger.waiting_bytes -= ticket.num_bytes
 
     def _ahead(self, ticket: Ticket) -> None:
-        """Begin to fetch what was wanted after this ticket in the step before, as far as the bound permits."""
+        """Prefetch what followed this ticket in the previous step, as far as there is room."""
         index = ticket.index
         for _ in range(len(self._tickets) if self._overlap else 0):
             index = self._next.get(index, index - 1)
@@ -287,25 +360,25 @@ class Offloader:
             coming = found()
             if coming is None or coming.fetched or coming.back is not None or coming.source is not None:
                 continue
-            if self._ahead_bytes + coming.num_bytes > self._bound:
+            if not self.window.has_room(coming.num_bytes):
                 return
             coming.back = self._begin(coming)
-            self._ahead_bytes += coming.num_bytes
+            self.window.occupy(coming.num_bytes)
 
     # ------------------------------------------------------------------ the end of a ticket, and of all
 
     def forget(self, ticket: Ticket) -> None:
-        """Give back the slot of a ticket that nobody holds any more.
+        """Return the slot of a ticket that nobody holds any more.
 
-        The garbage collector may call this anywhere, also in a thread that somebody waits for under the lock. So it
-        never waits for the lock: what it cannot do now is done at the next occasion.
+        The garbage collector may call this anywhere, even in a thread that another waits for while holding the lock. So
+        it never waits for the lock: what it cannot do now is done at the next opportunity.
         """
         ticket.alive = False
-        self._orphans.append((ticket.slot, ticket.num_bytes, ticket.fetched, ticket.back is not None))
+        self._orphans.append((ticket.leaving, ticket.slot, ticket.fetched, ticket.back is not None))
         self._bury_if_free()
 
     def _bury_if_free(self) -> None:
-        """Bury, unless somebody holds the lock, who will do it. Never waits."""
+        """Bury, unless somebody else holds the lock and will do it. Never waits."""
         while self._orphans and self._lock.acquire(blocking=False):
             try:
                 self._bury()
@@ -314,14 +387,18 @@ class Offloader:
 
     def _bury(self) -> None:
         while self._orphans:
-            slot, num_bytes, fetched, ahead = self._orphans.popleft()
+            leaving, slot, fetched, ahead = self._orphans.popleft()
+            num_bytes = leaving.num_bytes
             self._num_alive -= 1
+            if self.window.remove(leaving):
+                self._give_up(leaving)
             if not fetched:
                 self._ledger.dropped_bytes += num_bytes
                 self._ledger.waiting_bytes -= num_bytes
-            if ahead:  # fetched ahead for nothing
-                self._ahead_bytes -= num_bytes
-            self.lane.give(self.store, slot)  # as soon as no copy touches it
+            if ahead:  # prefetched for nothing
+                self.window.vacate(num_bytes)
+            if slot is not None:
+                self.lane.give(self.store, slot)  # as soon as no copy touches it
         if self._closing and self._num_alive == 0:
             if threading.current_thread() is threading.main_thread():
                 self._close()
@@ -329,28 +406,34 @@ class Offloader:
                 threading.Thread(target=self._close, name="actmem-closing", daemon=True).start()
 
     def close(self) -> None:
-        """End the threads and give up the store, as soon as nothing is away any more. May be called twice."""
+        """End the threads and close the store as soon as nothing is offloaded any more. May be called twice."""
         with self._lock:
             self._closing = True
             self._bury()
 
     def _close(self) -> None:
         self.lane.close()
-        self._leaving.clear()
+        self._ending.clear()
         self._sent.clear()
         self.store.close()
 
 
-class _Leaving(NamedTuple):
-    """A copy that is under way."""
+class _Leaving:
+    """A value in the window, or one that has just left it."""
 
-    ticket: weakref.ref[Ticket]
-    out: Copy
-    num_bytes: int
+    __slots__ = ("is_noted", "num_bytes", "out", "ticket")
+
+    def __init__(self, ticket: weakref.ref[Ticket], num_bytes: int) -> None:
+        self.ticket = ticket
+        self.num_bytes = num_bytes
+        self.out: Copy | None = None
+        """Its copy, if it was started."""
+        self.is_noted = False
+        """The copy was seen to be done, or was cancelled."""
 
 
 def _error_of(done: Copy) -> OffloadError | None:
-    """Return what a copy that has ended failed of, or None."""
+    """Return the error of a copy that has ended, or None."""
     try:
         done.wait()
     except OffloadError as error:

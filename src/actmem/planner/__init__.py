@@ -1,9 +1,25 @@
 """Choosing a plan for a budget: what a plan costs, the best one, and how far from the proven optimum it is."""
 
-from actmem.planner.fitting import fit
-from actmem.planner.frontier import Frontier, frontier
-from actmem.planner.guarding import Guard
-from actmem.planner.largest import Largest, largest
-from actmem.planner.predicting import Prediction, predict
+from actmem.planner.batch_growth import Largest, check_sizes, largest
+from actmem.planner.budget_fit import Allowance, allowance, fit, fit_profile, fit_profiles, named_keeps
+from actmem.planner.budget_guard import Guard
+from actmem.planner.cost_frontier import NAMED, Frontier, Point, frontier
+from actmem.planner.rules_writer import slices
 
-__all__ = ["Frontier", "Guard", "Largest", "Prediction", "fit", "frontier", "largest", "predict"]
+__all__ = [
+    "NAMED",
+    "Allowance",
+    "Frontier",
+    "Guard",
+    "Largest",
+    "Point",
+    "allowance",
+    "check_sizes",
+    "fit",
+    "fit_profile",
+    "fit_profiles",
+    "frontier",
+    "largest",
+    "named_keeps",
+    "slices",
+]

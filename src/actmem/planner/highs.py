@@ -8,12 +8,19 @@ from typing import Any
 import highspy
 import numpy as np
 
+from actmem.planner.work import Work, nodes_for
+
 __all__ = ["Outcome", "Program"]
 
 _INFINITY = float("inf")
+_MOST = 500_000
+"""Simplex iterations that no integer search goes far beyond."""
 _OPTIONS: dict[str, Any] = {
     "output_flag": False,
+    # One thread, a fixed seed and limits in nodes: the same program has the same solution on every machine.
     "threads": 1,
+    "parallel": "off",
+    "random_seed": 0,
     "mip_rel_gap": 0.0,
     # The programs here are small: what helps on large ones costs more than the search itself.
     "mip_allow_restart": False,
@@ -29,23 +36,23 @@ class Outcome:
     """What HiGHS found."""
 
     values: list[float]
-    """Of each column; empty if nothing was found."""
+    """The value of each column; empty if nothing was found."""
     duals: list[float]
-    """Of each row, for a program without whole-number columns."""
+    """The dual of each row, for a program without integer columns."""
     objective: float
     bound: float
-    """No solution is below this."""
+    """Lower bound on every solution."""
     optimal: bool
     infeasible: bool
 
 
 class Program:
-    """A program to be minimised, written down column by column and row by row.
+    """A program to be minimised, built column by column and row by row.
 
     >>> program = Program()
     >>> x, y = program.column(-1.0, upper=2.5, whole=True), program.column(-1.0, upper=2.0)
     >>> program.row({x: 1.0, y: 1.0}, upper=3.5)
-    >>> found = program.solve()
+    >>> found = program.solve(Work())
     >>> found.optimal, found.objective
     (True, -3.5)
     """
@@ -81,25 +88,30 @@ class Program:
         self._value.extend(terms.values())
         self._starts.append(len(self._index))
 
-    def solve(self, *, relaxed: bool = False, near: float = 0.0, time_limit: float = _INFINITY) -> Outcome:
+    def solve(self, work: Work, *, relaxed: bool = False, near: float = 0.0, allowance: int = _MOST) -> Outcome:
         """Minimise.
 
         Args:
-            relaxed: let all columns take any number.
-            near: be content with a solution that is at most so much above the least.
-            time_limit: in seconds.
+            work: the account to which this is charged.
+            relaxed: let all columns take fractional values.
+            near: accept a solution that is at most this far above the minimum.
+            allowance: about how many simplex iterations an integer search may take.
         """
         whole = any(self._whole) and not relaxed
         highs: Any = highspy.Highs()
         for name, value in _OPTIONS.items():
             highs.setOptionValue(name, value)
-        highs.setOptionValue("time_limit", max(0.01, time_limit))
+        highs.setOptionValue("time_limit", max(0.01, work.seconds_left))
+        highs.setOptionValue("mip_max_nodes", nodes_for(allowance, len(self._cost) + len(self._row_lower)))
         highs.setOptionValue("mip_abs_gap", max(1e-7, near))
         highs.passModel(self._model(whole))
         highs.run()
-        info, solution = highs.getInfo(), highs.getSolution()
+        info, solution, status = highs.getInfo(), highs.getSolution(), highs.getModelStatus()
+        work.count(iterations=max(0, int(info.simplex_iteration_count)), terms=len(self._index))
+        if status == highspy.HighsModelStatus.kTimeLimit:
+            work.stop()
         found = info.primal_solution_status == int(highspy.kSolutionStatusFeasible)
-        optimal = highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
+        optimal = status == highspy.HighsModelStatus.kOptimal
         objective = float(info.objective_function_value) if found else _INFINITY
         return Outcome(
             values=list(solution.col_value) if found else [],
@@ -107,7 +119,7 @@ class Program:
             objective=objective,
             bound=float(info.mip_dual_bound) if whole else objective if optimal else -_INFINITY,
             optimal=optimal,
-            infeasible=highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible,
+            infeasible=status == highspy.HighsModelStatus.kInfeasible,
         )
 
     def _model(self, whole: bool) -> Any:

@@ -1,9 +1,9 @@
-"""What there is to decide in one block: which values are needed when, what each takes, what each costs to make again.
+"""What there is to decide in one block: which values are needed when, what each takes, what each costs to recompute.
 
 NOTE [ Units ]
 A unit is a call, together with calls before it that are never worth keeping by themselves. A call joins the only unit
-that reads it where that unit's result is no larger and lives as long: keeping the result of the unit instead takes no
-more bytes at any moment and saves more work. So the last four calls of a rotary embedding are one unit.
+that reads it where that unit's result is at most as large and lives as long: keeping the result of the unit instead
+takes no more bytes at any moment and saves more work. So the last four calls of a rotary embedding are one unit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from actmem.planner.timeline import Family
+from actmem.simulation import LayerFamily
 
 __all__ = ["BlockProblem", "Item", "Unit", "block_problem"]
 
@@ -39,7 +39,7 @@ class Item:
     num_bytes: int
     """What a copy takes."""
     death: int
-    """The event from which it takes bytes if it was kept: until then the program has it anyway."""
+    """The event from which it takes bytes if it was kept: until then the program holds it anyway."""
     counted: frozenset[int] | None
     """The events after which it counts when kept; None for all."""
     first_unpack: int
@@ -66,7 +66,7 @@ class BlockProblem:
     """The event that begins the backward of the block."""
 
     def keep(self, recomputed: frozenset[int], sent: frozenset[int] = frozenset()) -> tuple[str, ...]:
-        """Return the decision for each call: units that are not recomputed, and not sent away, are saved."""
+        """Return the decision for each call: units that are neither recomputed nor offloaded are saved."""
         found = [""] * self.num_calls
         for u, unit in enumerate(self.units):
             if u not in recomputed:
@@ -74,13 +74,13 @@ class BlockProblem:
         return tuple(found)
 
 
-def block_problem(family: Family, sizes: Mapping[int, int]) -> BlockProblem:
+def block_problem(family: LayerFamily, sizes: Mapping[int, int]) -> BlockProblem:
     """Read the problem of one family of layers off its events. `sizes` are the bytes of the profile's storages."""
     return _Reader(family, sizes).read()
 
 
 class _Reader:
-    def __init__(self, family: Family, sizes: Mapping[int, int]) -> None:
+    def __init__(self, family: LayerFamily, sizes: Mapping[int, int]) -> None:
         self._family, self._sizes = family, sizes
         self._values = family.layer.values
         self._unpack: dict[int, int] = {}
@@ -136,7 +136,7 @@ class _Reader:
         return BlockProblem(len(self._family.layer.calls), tuple(units), tuple(items), self._family.first_unpack)
 
     def _needed(self) -> tuple[dict[int, tuple[int, ...]], dict[int, list[int]], set[int]]:
-        """Find the values that backward can need, and the calls that can make them again."""
+        """Find the values that backward can need, and the calls that can recompute them."""
         reads: dict[int, tuple[int, ...]] = {}
         makes: dict[int, list[int]] = {}
         needed: set[int] = set()

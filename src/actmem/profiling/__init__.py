@@ -1,5 +1,23 @@
-"""Finding out what a step does: run once, on fake tensors or for real, with nothing held."""
+"""Find out what a step does by running it, on fake tensors or for real, with nothing held."""
 
-from actmem.profiling.stepping import profile
+from actmem.profiling.complaints import called_as
+from actmem.profiling.examples import argument_names, loss_of, named_arguments, shapes_of
+from actmem.profiling.restored_state import Restored, generator_states, inputs_of
+from actmem.profiling.shards import STEP, sharded
+from actmem.profiling.step_profile import check_step, profile, profiles
 
-__all__ = ["profile"]
+__all__ = [
+    "STEP",
+    "Restored",
+    "argument_names",
+    "called_as",
+    "check_step",
+    "generator_states",
+    "inputs_of",
+    "loss_of",
+    "named_arguments",
+    "profile",
+    "profiles",
+    "shapes_of",
+    "sharded",
+]

@@ -1,28 +1,56 @@
-"""Write down every operator of a step, what is alive after it, and when the program lets go of what a block made."""
+"""Log every operator of a step, what is alive after it, and when the program lets go of what a block made.
+
+NOTE [ Measured seconds ]
+No two calls take the same time, yet equal layers must stay equal: a plan has rules for layers that are alike. So calls
+are alike if they have the same cost and their tensors have the same memory layout (a product with a transposed weight
+differs from its backward), and all calls that are alike get the time of the fastest of them, over two steps: the first
+call of a kind also chooses a kernel, and any call may be interrupted. The time to call an operator that does nothing is
+measured too, and subtracted.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from actmem.measuring.flops import Formula, flop_formula
-from actmem.measuring.ledger import Entry, Ledger, tensors_in
+from actmem.measuring import (
+    ByteLedger,
+    Entry,
+    Formula,
+    Formulas,
+    called_from_python,
+    flop_formula,
+    is_foreign,
+    is_listed,
+    storages_of,
+    tensors_in,
+    watches,
+)
 from actmem.profiles import Cost
-from actmem.torchcompat import TorchDispatchMode, divide, is_composite, never_compile, num_bytes, resolving_bits
+from actmem.torchcompat import (
+    TorchDispatchMode,
+    current_graph_task,
+    divide,
+    is_composite,
+    never_compile,
+    num_bytes,
+    resolving_bits,
+)
 
-__all__ = ["Chronicle"]
+__all__ = ["Chronicle", "settled"]
 
 _ASKS_DEVICE: Any = torch.ops.prim.device.default
 """What `tensor.device` is on a fake tensor."""
 
 
-class _Ledger(Ledger):
-    """A ledger that numbers the storages it meets, and tells when one of them dies."""
+class _Ledger(ByteLedger):
+    """A ledger that numbers the storages it meets, and reports when one of them dies."""
 
     def __init__(self, device: torch.device, log: list[tuple[Any, ...]]) -> None:
         super().__init__(device)
@@ -39,7 +67,7 @@ class _Ledger(Ledger):
         found = self._watched.get(entry.key)
         if found is None:
             found = self._watched[entry.key] = len(self.sizes)
-            # What was not counted when it was alive takes no room: it is the caller's.
+            # What was not counted while it was alive takes no memory of the step: it is the caller's.
             self.sizes[found] = 0 if entry.external else entry.nbytes
         return found
 
@@ -51,7 +79,10 @@ class _Ledger(Ledger):
 
 
 class Chronicle(TorchDispatchMode):
-    """Keep the log of a step. See NOTE [ The log ] in `profiles.py`."""
+    """Keeps the log of a step. See NOTE [ The log ] in `profiles.py`."""
+
+    only_watches = True
+    """See NOTE [ in place unless watched ]."""
 
     supports_higher_order_operators = True
 
@@ -60,38 +91,61 @@ class Chronicle(TorchDispatchMode):
         """Let compiled functions run compiled."""
         return True
 
-    def __init__(self, device: torch.device, *, timed: bool) -> None:
+    def __init__(self, device: torch.device, *, least_seconds: dict[Hashable, float] | None = None) -> None:
+        """Start an empty log.
+
+        Args:
+            device: where the step runs.
+            least_seconds: where to record how long operators take, if they are timed.
+        """
         super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch leaves it untyped
         self.log: list[tuple[Any, ...]] = []
         self.ledger = _Ledger(device, self.log)
-        self.costs: dict[Cost, int] = {}
+        self._numbers: dict[tuple[Cost, Hashable], int] = {}
+        """What makes calls alike -> the number of their cost."""
         self.paused = False
-        """Operators run unseen: they are the profiler's own."""
+        """Operators are not logged: they are the profiler's own."""
         self._names: list[str] = []
         self._claim: tuple[str, tuple[int, int], Callable[[int, int], None]] | None = None
-        self._timed = timed
-        self._formulas: dict[Any, tuple[str, Formula | None, bool, bool]] = {}
+        self._least, self._device = least_seconds, device
+        self._known: dict[Any, tuple[str, Formula | None, bool, bool, bool]] = {}
+        self._formulas = Formulas()
+        self._read: set[int] = set()
+        """Storages of parameters that were read, which outlive the step."""
 
     @contextlib.contextmanager
     def pause(self) -> Generator[None]:
-        """Let operators run unseen."""
+        """Run operators without logging them."""
         before, self.paused = self.paused, True
         try:
             yield
         finally:
             self.paused = before
 
+    @property
+    def costs(self) -> tuple[Cost, ...]:
+        """The costs of the operators, by number. See NOTE [ Measured seconds ]."""
+        least = self._least
+        if least is None:
+            return tuple(cost for cost, _ in self._numbers)
+        calling = _calling_seconds()
+        return tuple(replace(alike[0], seconds=max(0.0, least[alike] - calling)) for alike in self._numbers)
+
+    def has_read(self, parameter: Tensor) -> bool:
+        """Return whether an operator of the step has read a parameter."""
+        return any(id(storage) in self._read for storage in storages_of(parameter))
+
     def note(self, *entry: Any) -> None:
         """Add an entry."""
         self.log.append(entry)
 
     def claim(self, op: str, call: tuple[int, int], tell: Callable[[int, int], None]) -> int:
-        """Make the operator that was seen last a call of a block, or else the next one. Return its cost.
+        """Attribute the last operator seen, or else the next one, to a call of a block. Return its cost.
 
         An operator that writes is announced before it runs: then `tell` gets its cost when it has run.
         """
         at = len(self.log) - 1
-        while at >= 0 and self.log[at][0] not in ("op", "call"):  # deaths may stand behind it
+        while at >= 0 and self.log[at][0] not in ("op", "call"):  # deaths may follow it
             at -= 1
         if at >= 0 and self.log[at][0] == "op" and self._names[self.log[at][1]] == op:
             _, cost, live = self.log[at]
@@ -113,36 +167,46 @@ class Chronicle(TorchDispatchMode):
             divided = divide(self, func, args, kwargs)
             if divided is not NotImplemented:
                 return divided
-        facts = self._formulas.get(func)
+        facts = self._known.get(func)
         if facts is None:
-            facts = self._formulas[func] = _learn(func)
-        name, formula, mutates, adopts = facts
+            facts = self._known[func] = _learn(func)
+        name, formula, mutates, adopts, listed = facts
         ledger = self.ledger
-        if not adopts:
-            for tensor in tensors_in((args, kwargs)):
-                ledger.read(tensor)
+        if not adopts or is_foreign(args[0]):
+            self._note_reads(args, kwargs)
+        in_backward = current_graph_task() != -1
+        if in_backward:
+            self._formulas.enter(ledger.event)
+        place = ledger.entry_of(args[0]) if listed else None
+        if place is not None and not self._formulas.takes_place(name, args, place):
+            place = None
         with resolving_bits():
-            started = perf_counter()
+            started = self._now()
             result = func(*args, **kwargs)
-            seconds = perf_counter() - started if self._timed else None
+            ended = self._now()
         if mutates:
-            for tensor in tensors_in((args, kwargs)):
-                ledger.read(tensor)
+            self._note_reads(args, kwargs)
         moved, computes_in = 0, ""
+        held = in_backward and called_from_python()
         for tensor in tensors_in(result):
-            ledger.returned(tensor)
+            ledger.returned(tensor, name, held_by_python=held)
             moved += num_bytes(tensor)
             if tensor.is_floating_point() or tensor.is_complex():
                 computes_in = computes_in or _name(tensor)
         for tensor in tensors_in((args, kwargs)):
             moved += num_bytes(tensor)
             computes_in = computes_in or (_name(tensor) if tensor.is_floating_point() else "")
+        if place is not None:
+            ledger.replaced(place)
         view = not mutates and _shares(args, result)
         flops = 0 if formula is None else formula(args, kwargs, result)
-        cost = Cost(name, flops, 0 if view else moved, computes_in, seconds)
-        number = self.costs.setdefault(cost, len(self.costs))
+        least = self._least
+        alike = Cost(name, flops, 0 if view else moved, computes_in), None if least is None else _lie(args, kwargs)
+        number = self._numbers.setdefault(alike, len(self._names))
         if number == len(self._names):
             self._names.append(name)
+        if least is not None:
+            least[alike] = min(ended - started, least.get(alike, float("inf")))
         ledger.event += 1
         claim, self._claim = self._claim, None
         if claim is not None and claim[0] == name:
@@ -152,11 +216,64 @@ class Chronicle(TorchDispatchMode):
             self.log.append(("op", number, ledger.main.live_bytes))
         return result
 
+    def _now(self) -> float:
+        """Read the clock once the device has finished its queued work."""
+        if self._least is not None and self._device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(self._device)
+        return perf_counter()
 
-def _learn(func: Any) -> tuple[str, Formula | None, bool, bool]:
+    def _note_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in tensors_in((args, kwargs)):
+            self.ledger.read(tensor)
+            if tensor.requires_grad and tensor.is_leaf:
+                self._read.update(id(storage) for storage in storages_of(tensor))
+
+
+def _calling_seconds() -> float:
+    """Measure the time of a call that computes nothing."""
+    tensor, call = torch.zeros(1), torch.ops.aten.alias.default
+    least = float("inf")
+    for _ in range(50):
+        started = perf_counter()
+        call(tensor)
+        least = min(least, perf_counter() - started)
+    return least
+
+
+def _lie(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the memory layout of a call's tensors."""
+    return tuple((t.shape, t.stride() if t.layout is torch.strided else None) for t in tensors_in((args, kwargs)))
+
+
+def settled(log: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Drop the deaths of tensors whose storage died with them.
+
+    >>> settled([("gone", 0, 1, 7), ("die", 7), ("gone", 0, 2, 8), ("op", 0, 10)])
+    [('die', 7), ('gone', 0, 2), ('op', 0, 10)]
+    """
+    found: list[tuple[Any, ...]] = []
+    dead: set[int] = set()
+    for entry in reversed(log):
+        if entry[0] == "die":
+            dead.add(entry[1])
+        elif entry[0] in ("op", "call", "pack", "leave"):
+            dead.clear()
+        if entry[0] != "gone":
+            found.append(entry)
+        elif entry[3] not in dead:
+            found.append(entry[:3])
+    found.reverse()
+    return found
+
+
+watches(__file__)
+
+
+def _learn(func: Any) -> tuple[str, Formula | None, bool, bool, bool]:
     schema = getattr(func, "_schema", None)
     name = str(func)
-    return name, flop_formula(func), schema is None or bool(schema.is_mutable), name == "aten.lift_fresh.default"
+    mutates = schema is None or bool(schema.is_mutable)
+    return name, flop_formula(func), mutates, name == "aten.lift_fresh.default", is_listed(name)
 
 
 def _name(tensor: Tensor) -> str:
@@ -164,7 +281,7 @@ def _name(tensor: Tensor) -> str:
 
 
 def _shares(args: tuple[Any, ...], result: Any) -> bool:
-    """Tell whether a call only returned another view of its first tensor."""
+    """Return whether a call only returned another view of its first tensor."""
     first = args[0] if args and isinstance(args[0], Tensor) else None
     if first is None or not isinstance(result, Tensor):
         return False

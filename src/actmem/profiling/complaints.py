@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import logging
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -16,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from actmem.torchcompat import FakeTensor, without_fake_mode
 
-__all__ = ["as_plain", "called_as", "for_real", "quiet", "told"]
+__all__ = ["as_plain", "asking_line", "called_as", "for_real", "quiet", "told"]
 
 _CALL: ContextVar[str] = ContextVar("_CALL", default="")
 _PACKAGE = str(Path(__file__).parents[1])
@@ -31,7 +33,7 @@ _MOST_TRIED = 1 << 24
 
 @contextmanager
 def called_as(line: str) -> Generator[None]:
-    """Name the call that the user made, written so that it profiles for real. The outermost one counts."""
+    """Record the call that the user made, written so that it profiles a real step. The outermost one counts."""
     before = _CALL.set(_CALL.get() or line)
     try:
         yield
@@ -40,7 +42,7 @@ def called_as(line: str) -> Generator[None]:
 
 
 def for_real() -> str:
-    """Return what to write instead of the call that the user made, so that a real step is profiled.
+    """Return what to write in place of the user's call so that a real step is profiled.
 
     >>> for_real()
     'actmem.profile(model, example, fake=False)'
@@ -60,8 +62,19 @@ def quiet() -> Generator[None]:
         logger.setLevel(level)
 
 
+def asking_line() -> str:
+    """Return the line of user code that is running: file, line number and text."""
+    own, torchs = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((own, torchs)):
+        frame = frame.f_back
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    said = linecache.getline(file, number).strip()
+    return f"{Path(file).name}, line {number}{f' ({said})' if said else ''}:"
+
+
 def as_plain(func: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> Exception:
-    """Return the error that an operator raises on real tensors of these shapes, where it raises one, else `error`."""
+    """Return the error that an operator raises on real tensors of these shapes, if it raises one, else `error`."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     given = [t for t in leaves if isinstance(t, Tensor)]
     if sum(t.numel() for t in given) > _MOST_TRIED:
@@ -84,7 +97,7 @@ def told(error: Exception, shapes: Sequence[str]) -> Exception:
         error.add_note(f"The batch: {batch}.")
     else:
         error.add_note(
-            f"It came up in a step on fake tensors, for {batch}. If plain training takes this batch, profile a real "
+            f"It occurred in a step on fake tensors, for {batch}. If plain training accepts this batch, profile a real "
             f"step: {for_real()}"
         )
     return error.with_traceback(_pruned(error.__traceback__))

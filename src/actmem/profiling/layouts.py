@@ -1,7 +1,7 @@
-"""Operators whose result lies otherwise on a CPU than torch says of fake tensors: other strides, or another storage.
+"""Operators whose result has another layout on a CPU than on fake tensors: other strides, or another storage.
 
 The shape that torch infers is right. Where the strides are not, a copy that a later `contiguous()` makes, or does not
-make, is missed, and the plan is one for other operators than those that run.
+make, is missed, and the plan is for other operators than the ones that run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["LAYOUTS"]
 
 
 def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Give the result of a grouped product its shape: torch's own rule knows bfloat16 only."""
+    """Give the result of a grouped product its shape: torch's own rule supports bfloat16 only."""
     left, right = args[0], args[1]
     offsets: Any = args[2] if len(args) > 2 else kwargs.get("offs")
     if left.dtype is torch.bfloat16:
@@ -37,7 +37,7 @@ def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _reduced(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Give a loss that is summed up the storage that it has on a CPU: torch computes it in place of all its terms."""
+    """Give a reduced loss the storage it has on a CPU: torch computes it in the storage of all its terms."""
     found = func(*args, **kwargs)
     if found.dim() or found.device.type != "cpu":
         return found
@@ -45,7 +45,7 @@ def _reduced(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _contiguous(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Lay the results out in order, however the arguments lie."""
+    """Make the results contiguous, whatever the layout of the arguments."""
     found = func(*args, **kwargs)
     if isinstance(found, Tensor):
         return _laid(found, torch.contiguous_format)
@@ -53,7 +53,7 @@ def _contiguous(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _as_suggested(index: int) -> Callable[[Any, Any, dict[str, Any]], Any]:
-    """Lay the first result out in order, or by channels if the argument at `index` lies so."""
+    """Make the first result contiguous, or channels-last if the argument at `index` is."""
 
     def laid_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         found = func(*args, **kwargs)
@@ -87,4 +87,4 @@ LAYOUTS: dict[str, Callable[[Any, Any, dict[str, Any]], Any]] = {
     **{f"aten.{name}": _as_suggested(0) for name in (*_BATCH_NORMS, *_PADDINGS, "max_unpool2d", "channel_shuffle")},
     **{f"aten.{name}_backward": _as_suggested(1) for name in _PADDINGS},
 }
-"""Operator -> what runs it on fake tensors, so that the result lies as it does on a CPU."""
+"""Operator -> the function that runs it on fake tensors, so that the result has its CPU layout."""

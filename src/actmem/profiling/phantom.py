@@ -1,30 +1,42 @@
-"""The tape that holds nothing: it learns what a block makes, and lets every value die when the program lets go of it.
+"""A tape that holds nothing: it records what a block makes, and every value dies when the program lets go of it.
 
 NOTE [ Phantoms ]
-What a plan holds must not show in the profile. So autograd is given handles that lead to no bytes. A backward step
-that asks for one gets a phantom: on fake tensors a new one of the same geometry, else a copy that was put aside when
-the value was saved. Neither is counted.
+What a plan holds must not show in the profile. So autograd is given handles without bytes behind them. A backward step
+that asks for one gets a phantom: on fake tensors a new tensor of the same geometry, else one with the bytes that were
+set aside when the value was saved. Neither is counted.
+
+Only facts are recorded, which are the same whatever a plan holds: what each call refers to, what it writes and how,
+which tensors show a value and when they die, which handles a Python Function asks for. What follows from them under a
+plan is up to the holding rules (NOTE [ Holding rules ] in `engine/holding_rules.py`).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from actmem.engine.following import Following
-from actmem.engine.holding import storage_of
-from actmem.engine.observing import Observation
-from actmem.engine.operators import Operator
-from actmem.engine.tape import Handle, Tape
-from actmem.engine.values import Value as TapeValue
+from actmem.engine import (
+    Following,
+    Handle,
+    Observation,
+    Operator,
+    Tape,
+    asked_by_function,
+    see,
+    storage_of,
+    tensors,
+    without_bits,
+)
+from actmem.engine import Value as TapeValue
 from actmem.errors import UnsupportedError
-from actmem.profiles import Call, Value
+from actmem.profiles import Call, Value, Write
 from actmem.profiling.chronicle import Chronicle
-from actmem.torchcompat import FakeTensor, is_traceable_wrapper_subclass, never_compile, storage_key
+from actmem.torchcompat import FakeTensor, is_traceable_wrapper_subclass, never_compile, num_bytes, storage_key
 
 __all__ = ["Recorded", "record"]
 
@@ -32,12 +44,44 @@ _ASKS_DEVICE: Any = torch.ops.prim.device.default
 
 
 class _Mark:
-    """Stands where the report's row would: the number of a value, and what the tape notes there in passing."""
+    """Takes the place of a report row: the number of a value, and what the tape notes there in passing."""
 
     __slots__ = ("cause", "copied", "index", "offloaded", "overwritten", "parents", "replayed", "why")
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+
+@dataclass
+class _Made:
+    """A call, as it is recorded while the block runs."""
+
+    op: str
+    out_bytes: int
+    module: str = ""
+    cost: int = -1
+    refs: tuple[int, ...] = ()
+    shown: tuple[int, ...] = ()
+    writes: tuple[Write, ...] = ()
+    never: str | None = None
+    yields: bool = True
+    fresh: bool = True
+    is_single: bool = False
+    """It returned one fake tensor. The tape finds out that such a result is a view before it looks at what was read."""
+
+
+@dataclass
+class _Met:
+    """A value, and what was seen when it was first met. It is held: a value holds no bytes here."""
+
+    value: TapeValue
+    storage: int
+    num_bytes: int
+    kind: str
+    call: int
+    shown: int
+    leaf: str = ""
+    pieces: bool = False
 
 
 class Recorded(Observation):
@@ -46,84 +90,193 @@ class Recorded(Observation):
     def __init__(self, state: frozenset[int], layer: int, chronicle: Chronicle) -> None:
         super().__init__(state)
         self.layer = layer
-        self.ops: list[tuple[str, str, int]] = []
-        """Operator, module and cost of each call."""
+        self.calls: list[_Made] = []
         self.handles: list[TapeValue] = []
+        """What each handle showed when autograd was given it."""
+        self.by_function: set[int] = set()
+        """Handles that Python autograd Functions asked for."""
+        self.num_given = 0
+        """How often they did."""
+        self.out_bytes = 0
+        """Bytes of the value that the rules were last asked about."""
+        self.arguments: tuple[Any, Any] = (), None
+        """Of the operator being recorded."""
         self._chronicle = chronicle
-        self._met: list[tuple[TapeValue, int, int, str, int]] = []
-        """Value, storage, bytes, kind, call: the values are held, for they hold no bytes."""
+        self._met: list[_Met] = []
+        self._handles_given: list[weakref.ref[_Handle]] = []
+        self._witnesses: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
+        self._num_witnesses = 0
+        self._places: list[tuple[int | str, int]] | None = None
+        """Where the latest call keeps what it refers to, once that is known."""
+        self._open = True
 
     def begin(self, func: Any) -> None:
-        """Note a call: of the operator that the chronicle has just seen, or, where it writes, is about to see."""
+        """Note a call of the operator that the chronicle has just seen or, if it writes, is about to see."""
         super().begin(func)
-        cost = self._chronicle.claim(str(func), (self.layer, len(self.ops)), self._claimed)
-        self.ops.append((str(func), "", cost))
+        self.calls.append(_Made(str(func), self.out_bytes))
+        self._places = None
+        self.calls[-1].cost = self._chronicle.claim(str(func), (self.layer, len(self.calls) - 1), self._claimed)
 
     def _claimed(self, call: int, cost: int) -> None:
-        op, module, _ = self.ops[call]
-        self.ops[call] = (op, module, cost)
+        self.calls[call].cost = cost
 
     def placed(self, module: str) -> None:
-        """Say in which module the latest call ran."""
-        op, _, cost = self.ops[-1]
-        self.ops[-1] = (op, module, cost)
+        """Record the module in which the latest call ran."""
+        self.calls[-1].module = module
+
+    def refers(self, refs: list[tuple[Any, ...]], args: Any, kwargs: Any) -> None:
+        """Note what the latest call refers to."""
+        call = self.calls[-1]
+        found = [(ref[2].row.index, _argument(ref, args, kwargs)) for ref in refs if ref[2].row is not None]
+        call.refs = tuple(index for index, _ in found)
+        self._places = [(ref[0], ref[1]) for ref in refs if ref[2].row is not None]
+        call.shown = tuple(self._witness(_origin(tensor)) for _, tensor in found)
+
+    def special(self, operator: Operator, never: str | None, writes: Any, unread: Any, coverage: Any) -> None:
+        """Note a call that writes, draws or is never replayed."""
+        call = self.calls[-1]
+        call.never, call.fresh, call.yields = never, operator.fresh, never == "generator"
+        positions = {where: n for n, where in enumerate(self._places or ())}
+        found: list[Write] = []
+        for k, write in enumerate(writes):
+            made = next(
+                (i for i, m in enumerate(self._met) if m.call == len(self.calls) - 1 and m.value.slot == -1 - k), -1
+            )
+            piece = "" if coverage is None else "last" if coverage.full else "piece"
+            early = [
+                n
+                for n, reference in enumerate(self._handles_given)
+                if write.early is not None and (handle := reference()) is not None and handle.value is write.early
+            ]
+            found.append(
+                Write(
+                    new=made,
+                    storage=self._chronicle.ledger.number(write.tensor.untyped_storage()),
+                    ref=positions.get((write.where, write.item), -1),
+                    whole=write.whole,
+                    unread=write.where in unread,
+                    piece=piece,
+                    early=tuple(early),
+                )
+            )
+        call.writes = tuple(found)
 
     def made(self, value: TapeValue, operator: Operator, module: str, tensor: Tensor) -> None:  # noqa: ARG002
         """Note a value that a call made."""
-        self._meet(value, tensor, "made", len(self.ops) - 1)
+        if value.node is not None and self._places is None:
+            self.refers(value.node.refs, *self.arguments)
+        self._meet(value, tensor, "made", len(self.calls) - 1, tensor)
 
     def given(self, value: TapeValue, tensor: Tensor, num_bytes: int) -> None:  # noqa: ARG002
         """Note a value that came from outside."""
         kind = "state" if storage_key(tensor.untyped_storage()) in self._state else "input"
-        self._meet(value, tensor, kind, -1)
+        self._meet(value, tensor, kind, -1, _origin(tensor))
 
-    def saved(self, value: TapeValue, handle: Any) -> None:  # noqa: ARG002
+    def saved(self, value: TapeValue, handle: Any) -> None:
         """Note a handle."""
         self.handles.append(value)
+        self._handles_given.append(weakref.ref(handle))
 
     def settle(self) -> None:
-        """Do nothing: nothing is held."""
+        """End the forward: nothing is held."""
+        self._open = False
 
-    def _meet(self, value: TapeValue, tensor: Tensor, kind: str, call: int) -> None:
+    def _meet(self, value: TapeValue, tensor: Tensor, kind: str, call: int, shown: Tensor) -> None:
         storage = tensor.untyped_storage()
         number = self._chronicle.ledger.number(storage)
+        leaf = ""
+        if kind != "made":
+            origin = _origin(tensor)
+            if isinstance(origin, nn.Parameter) or (origin.requires_grad and origin.is_leaf):
+                leaf = "parameter" if isinstance(origin, nn.Parameter) else "leaf"
         value.row = _Mark(len(self._met))
-        self._met.append((value, number, storage.nbytes() if kind != "state" else 0, kind, call))
+        self._met.append(
+            _Met(value, number, storage.nbytes(), kind, call, self._witness(shown), leaf, value.coverage is not None)
+        )
+
+    def _witness(self, tensor: Tensor) -> int:
+        """Return the number of a tensor, and note its death: an owed value can be held while a tensor shows it."""
+        known = self._witnesses.get(id(tensor))
+        if known is not None and known[1]() is tensor:
+            return known[0]
+        number, self._num_witnesses = self._num_witnesses, self._num_witnesses + 1
+        storage = self._chronicle.ledger.number(tensor.untyped_storage())
+
+        def gone(_: Any) -> None:
+            if self._open:
+                self._chronicle.note("gone", self.layer, number, storage)
+
+        self._witnesses[id(tensor)] = number, weakref.ref(tensor, gone)
+        return number
 
     def finish(self) -> tuple[tuple[Call, ...], tuple[Value, ...], tuple[int, ...]]:
         """Return the calls, the values and the handles as plain data. Called when the forward is over."""
-        makes: list[list[int]] = [[] for _ in self.ops]
+        makes: list[list[int]] = [[] for _ in self.calls]
         on_storage: dict[int, list[int]] = {}
-        for index, (_, storage, _, _, call) in enumerate(self._met):
-            on_storage.setdefault(storage, []).append(index)
-            if call >= 0:
-                makes[call].append(index)
+        for index, met in enumerate(self._met):
+            on_storage.setdefault(met.storage, []).append(index)
+            if met.call >= 0:
+                makes[met.call].append(index)
         values: list[Value] = []
-        for index, (value, storage, num_bytes, kind, call) in enumerate(self._met):
-            versions = on_storage[storage]
+        for index, met in enumerate(self._met):
+            value, versions = met.value, on_storage[met.storage]
             at = versions.index(index)
             later = versions[at + 1] if at + 1 < len(versions) else -1
-            reads = () if value.node is None else _reads(value)
             values.append(
                 Value(
-                    num_bytes=num_bytes,
-                    storage=storage,
-                    call=call,
-                    kind=kind,
+                    num_bytes=met.num_bytes if met.kind != "state" else 0,
+                    storage=met.storage,
+                    call=met.call,
+                    kind=met.kind,
                     why=None if value.node is not None else value.why or "external",
-                    reads=reads,
+                    reads=() if value.node is None else _reads(value),
                     writes=versions[at - 1] if at and value.slot < 0 else -1,
-                    overwritten=self._met[later][4] if later >= 0 else -1,
+                    overwritten=self._met[later].call if later >= 0 else -1,
                     constant=value.why == "constant",
+                    copy_bytes=met.num_bytes,
+                    leaf=met.leaf,
+                    slot=value.slot,
+                    shown=met.shown,
+                    pieces=met.pieces,
                 )
             )
-        calls = tuple(
-            Call(op, module, cost, tuple(made)) for (op, module, cost), made in zip(self.ops, makes, strict=True)
-        )
+        calls = tuple(self._finished(call, tuple(made)) for call, made in zip(self.calls, makes, strict=True))
         handles = tuple(-1 if value.row is None else value.row.index for value in self.handles)
         self._met.clear()
         self.handles.clear()
+        self._handles_given.clear()
+        self._witnesses.clear()
         return calls, tuple(values), handles
+
+    def _finished(self, call: _Made, makes: tuple[int, ...]) -> Call:
+        never = call.never
+        if call.yields and never is None and makes:
+            value = self._met[makes[0]].value
+            never = None if value.node is not None else value.why
+        is_view = call.is_single and not makes and not call.writes
+        return Call(
+            op=call.op,
+            module=call.module,
+            cost=call.cost,
+            makes=makes,
+            refs=() if is_view else call.refs,
+            shown=() if is_view else call.shown,
+            writes=call.writes,
+            never=never,
+            yields=call.yields and never is not None,
+            fresh=call.fresh,
+            out_bytes=call.out_bytes,
+        )
+
+
+def _origin(tensor: Tensor) -> Tensor:
+    base = tensor._base  # pyright: ignore[reportPrivateUsage]
+    return tensor if base is None else base
+
+
+def _argument(ref: tuple[Any, ...], args: Any, kwargs: Any) -> Tensor:
+    where: Any = args[ref[0]] if isinstance(ref[0], int) else kwargs[ref[0]]
+    return where if ref[1] < 0 else where[ref[1]]
 
 
 def _reads(value: TapeValue) -> tuple[int, ...]:
@@ -132,42 +285,63 @@ def _reads(value: TapeValue) -> tuple[int, ...]:
 
 
 class _Verdicts:
-    """Recompute everything: only then does the tape write down how each value is made."""
+    """Recompute everything: only then does the tape record how each value is made."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorded: Recorded) -> None:
         self.known: dict[Operator, str] = {}
+        self._recorded = recorded
 
     def new_counts(self) -> dict[Any, int]:
         return {}
 
-    def decide(self, *_: Any) -> str:
+    def decide(self, _operator: Operator, _address: str, _counts: Any, out: Any) -> str:
+        self._recorded.out_bytes = sum(map(num_bytes, tensors(out)))
         return ""
 
 
 class _Phantom:
-    """Counts who still has a saved value: the handle, and what was unpacked from it."""
+    """Counts the holders of a saved value: the handle, and what was unpacked from it."""
 
-    def __init__(self, layer: int, index: int, chronicle: Chronicle) -> None:
-        self.layer, self.index, self.chronicle = layer, index, chronicle
-        self.count = 0
+    def __init__(self, recorded: Recorded, index: int, chronicle: Chronicle) -> None:
+        self.recorded, self.layer, self.index, self.chronicle = recorded, recorded.layer, index, chronicle
+        self._is_held = True
+        self._num_given = 0
 
-    def watch(self, thing: Any) -> None:
-        self.count += 1
-        weakref.finalize(thing, self._gone).atexit = False
+    def watch(self, handle: Any) -> None:
+        """Note when autograd lets go of the handle."""
+        weakref.finalize(handle, self._let_go).atexit = False
 
-    def _gone(self) -> None:
-        self.count -= 1
-        if not self.count:
+    def give(self, storage: Any) -> None:
+        """Note what was unpacked, and when it is gone."""
+        number = -1
+        if asked_by_function():
+            number, self.recorded.num_given = self.recorded.num_given, self.recorded.num_given + 1
+            self.recorded.by_function.add(self.index)
+        if storage is not None:
+            self._num_given += 1
+            weakref.finalize(storage, self._gone, number).atexit = False
+
+    def _let_go(self) -> None:
+        self._is_held = False
+        self.chronicle.note("loose" if self._num_given else "drop", self.layer, self.index)
+
+    def _gone(self, number: int) -> None:
+        self._num_given -= 1
+        if number >= 0:
+            self.chronicle.note("done", self.layer, number)
+        if not self._num_given and not self._is_held:
             self.chronicle.note("drop", self.layer, self.index)
 
 
 class PhantomTape(Tape):
     """Record a block call and hold nothing. See NOTE [ Phantoms ]."""
 
+    _refers_always = True
+
     def __init__(
         self, recorded: Recorded, chronicle: Chronicle, inputs: list[Tensor], trainable: Any, device: torch.device
     ) -> None:
-        verdicts: Any = _Verdicts()
+        verdicts: Any = _Verdicts(recorded)
         super().__init__(verdicts, recorded, inputs=inputs, trainable=trainable)
         self._recorded = recorded
         self._chronicle = chronicle
@@ -178,10 +352,23 @@ class PhantomTape(Tape):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Record an operator, but for the question on what device a fake tensor is, which only they ask."""
+        """Record an operator, except the query for a fake tensor's device, which only fake tensors make."""
         if func is _ASKS_DEVICE:
             return func(*args)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        calls = self._recorded.calls
+        self._recorded.arguments, num_calls = (args, kwargs), len(calls)
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._recorded.arguments = (), None
+        if len(calls) > num_calls:
+            calls[-1].is_single = isinstance(out, FakeTensor)
+        return out
+
+    def _node(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        node = super()._node(operator, args, kwargs)
+        self._recorded.refers(node.refs, args, kwargs)
+        return node
 
     def _in_cut(self, func: Any) -> str:
         super()._in_cut(func)
@@ -196,59 +383,80 @@ class PhantomTape(Tape):
 
     @never_compile
     def pack(self, tensor: Tensor) -> Any:
-        """Give autograd a handle that leads to no bytes."""
+        """Give autograd a handle without bytes behind it."""
         if is_traceable_wrapper_subclass(tensor) or tensor.is_nested or storage_of(tensor) is None:
             raise UnsupportedError(
-                f"a block saves a {type(tensor).__name__} for backward, and only plain tensors can be profiled. "
+                f"a block saves a {type(tensor).__name__} for backward, but only plain tensors can be profiled. "
                 "Profile the model before it is sharded or made sparse; shard=N stands for FSDP."
             )
         storage = tensor.untyped_storage()
         value = self._values.get(storage._cdata)  # pyright: ignore[reportPrivateUsage]
-        if value is None or value.storage() is not storage:
+        if value is None or value.storage() is not storage or (value.node is not None and value.written_unseen(tensor)):
             value = TapeValue(weakref.ref(storage), None, 0, "external")
             self._values[storage._cdata] = value  # pyright: ignore[reportPrivateUsage]
             self._recorded.given(value, tensor, storage.nbytes())
         handle = _Handle(self, value, tensor, (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0))
         index = len(self._recorded.handles)
-        handle.phantom = _Phantom(self._recorded.layer, index, self._chronicle)
+        handle.phantom = _Phantom(self._recorded, index, self._chronicle)
         handle.phantom.watch(handle)
         self._recorded.saved(value, handle)
         self._chronicle.note("pack", self._recorded.layer, index)
-        leaf = tensor.is_leaf and tensor.requires_grad
-        if isinstance(tensor, nn.Parameter) or leaf:
-            handle.copy = tensor
+        if not tensor.requires_grad:
+            self._recent.append(handle)
+        if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
+            handle.leaf = tensor
         elif not isinstance(tensor, FakeTensor):
-            before, self.paused = self.paused, True
-            try:
-                with self._chronicle.pause(), torch.no_grad():
-                    handle.copy = tensor.detach().clone()
-                handle.phantom.watch(handle.copy.untyped_storage())
-            finally:
-                self.paused = before
+            handle.copy = self._copied_aside(tensor)
         return handle
+
+    def _copied_aside(self, tensor: Tensor) -> Tensor:
+        before, self.paused = self.paused, True
+        try:
+            with self._chronicle.pause(), torch.no_grad():
+                return _laid_alike(without_bits(tensor.detach()))
+        finally:
+            self.paused = before
 
 
 class _Handle(Handle):
-    __slots__ = ("copy", "phantom")
+    __slots__ = ("copy", "leaf", "phantom")
 
     copy: Tensor | None
+    """The bytes that were saved, if there are any."""
+    leaf: Tensor | None
+    """The saved tensor itself, if it stays alive anyway."""
     phantom: _Phantom
 
     def __init__(self, tape: Tape, value: TapeValue, tensor: Tensor, bits: int) -> None:
         super().__init__(tape, value, tensor, bits)
-        self.copy = None
+        self.copy = self.leaf = None
 
 
 @never_compile
 def _unpack(handle: Any) -> Tensor:
     phantom = handle.phantom
     phantom.chronicle.note("unpack", phantom.layer, phantom.index, phantom.chronicle.ledger.main.live_bytes)
-    with phantom.chronicle.pause():
+    if handle.leaf is not None:
+        phantom.give(None)
+        return handle.leaf
+    with phantom.chronicle.pause(), torch.no_grad():
         if handle.copy is not None:
-            return handle.copy  # it is watched from the beginning
-        tensor = torch.empty_strided(handle.size, handle.stride, dtype=handle.dtype, device=handle.tape.device)
-    phantom.watch(tensor.untyped_storage())
+            tensor = _laid_alike(handle.copy)
+        else:
+            tensor = torch.empty_strided(handle.size, handle.stride, dtype=handle.dtype, device=handle.tape.device)
+        if handle.bits:
+            tensor = see(tensor, handle.size, handle.stride, tensor.storage_offset(), handle.dtype, handle.bits)
+    phantom.give(tensor.untyped_storage())
     return tensor
+
+
+def _laid_alike(tensor: Tensor) -> Tensor:
+    """Return a copy with the same layout on its storage: what a kernel makes of it depends on that."""
+    if not tensor.numel():
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    copy = tensor.as_strided((span,), (1,)).clone()
+    return copy.as_strided(tensor.size(), tensor.stride())
 
 
 def record(

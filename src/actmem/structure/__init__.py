@@ -2,22 +2,17 @@
 
 Nothing here changes a model, runs it, or knows about decisions or tapes.
 
-- `blocks.py` chooses the blocks, or takes the user's glob for them.
-- `stacks.py` lists the places where a model repeats a module; `blocks.py` chooses among them.
-- `towers.py` tells the language model from vision and audio towers.
-- `targets.py` names what the modules inside a block are for (`norm`, `attention`, `mlp`, ...).
-- `declared.py` reads what a model says of that itself, in its attribute `actmem_targets`.
-- `layer_types.py` tells sliding from full from linear attention.
-- `condition.py` tells whether a model is still as it was when it was planned for.
-- `identity.py` tells two models, or two blocks, apart, whatever wrapper is round them.
+- `blocks.py` lists where a model repeats a module, tells towers apart, and chooses the blocks.
+- `targets.py` names what the modules inside a block are for (`norm`, `attention`, `mlp`, ...), by their names or by the
+  model's own attribute `actmem_targets`, and tells sliding from full from linear attention.
+- `model_condition.py` compares a model with what it was when it was planned for.
+- `identity.py` tells two models, or two blocks, apart, whatever wraps them.
 """
 
 from actmem.structure.blocks import Block, check_module, find_blocks
-from actmem.structure.condition import Condition, condition, condition_digest, difference
-from actmem.structure.heads import find_head
-from actmem.structure.identity import fingerprint, plain_path
-from actmem.structure.layer_types import layer_type
-from actmem.structure.targets import ROLES, find_roles, roles
+from actmem.structure.identity import find_head, fingerprint, plain_path
+from actmem.structure.model_condition import Condition, condition, condition_digest, difference
+from actmem.structure.targets import ROLES, find_roles, layer_type, roles
 
 __all__ = [
     "ROLES",

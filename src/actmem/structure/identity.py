@@ -1,7 +1,7 @@
 """Tell two models, or two blocks, apart by names, classes, shapes and dtypes.
 
-Wrappers (torch.compile, DDP, FSDP, ...) put a prefix before every name. They do not make another model, so they are
-looked through: a plan that was made for a plain model fits the same model compiled.
+Wrappers (torch.compile, DDP, FSDP, ...) add a prefix to every name. A wrapped model is still the same model, so
+wrappers are looked through: a plan that was made for a plain model fits the same model compiled.
 """
 
 import hashlib
@@ -11,10 +11,12 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-# A child of this name is what its parent wraps, whatever the class of the parent.
+__all__ = ["find_head"]
+
+# A child with this name is the module that its parent wraps, whatever the class of the parent.
 _WRAPPED_CHILDREN = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
-# `module` is a name that users choose too, so here the class of the parent decides.
+# Users name modules `module` too, so here the class of the parent decides.
 _WRAPPER_CLASSES = frozenset(
     {"DataParallel", "DistributedDataParallel", "DeepSpeedEngine", "FullyShardedDataParallel", "AveragedModel"}
 )
@@ -24,7 +26,7 @@ Named = tuple[str, nn.Module]
 
 
 class Placed(Protocol):
-    """Be anything with a module path, such as a block."""
+    """Anything with a module path, such as a block."""
 
     @property
     def path(self) -> str:
@@ -33,8 +35,8 @@ class Placed(Protocol):
 
 
 def named_modules(module: nn.Module, *, repeats: bool = False) -> list[Named]:
-    """Return a module and all below it with their paths; one that appears twice once, or each time with `repeats`."""
-    # torch leaves this method without types.
+    """Return a module and all below it with their paths, each once, or at every path with `repeats`."""
+    # torch leaves this method untyped.
     return list(module.named_modules(remove_duplicate=not repeats))  # pyright: ignore[reportUnknownArgumentType]
 
 
@@ -56,7 +58,7 @@ def plain_path(model: nn.Module, path: str) -> str:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return what is inside the wrappers round a module: the module itself where there are none."""
+    """Return the module inside the wrappers around a module: the module itself if there are none."""
     for name, child in module.named_children():
         if _is_wrapped_child(module, name):
             return unwrapped(child)
@@ -64,7 +66,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def is_wrapper_of(module: nn.Module) -> bool:
-    """Tell whether a module only wraps another one.
+    """Return whether a module only wraps another one.
 
     >>> is_wrapper_of(nn.DataParallel(nn.Linear(2, 2))), is_wrapper_of(nn.Linear(2, 2))
     (True, False)
@@ -74,7 +76,7 @@ def is_wrapper_of(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str:
-    """Name the structure of a block: equal for two blocks with equal submodules and equal parameters.
+    """Return a name for the structure of a block, equal for two blocks with equal submodules and parameter shapes.
 
     >>> kind_of(nn.Linear(2, 2)) == kind_of(nn.Linear(2, 2)) != kind_of(nn.Linear(2, 3))
     True
@@ -86,9 +88,9 @@ def kind_of(module: nn.Module) -> str:
 
 
 def fingerprint(model: nn.Module, blocks: Iterable[Placed]) -> str:
-    """Return a short text that is equal for two models only if a plan of one fits the other.
+    """Return a short digest that is equal for two models only if a plan for one fits the other.
 
-    It covers names, shapes and dtypes of the parameters and the paths of the blocks, not the values of the weights.
+    It covers the names, shapes and dtypes of the parameters and the paths of the blocks, not the values of the weights.
 
     Args:
         model: the model, wrapped or not.
@@ -117,9 +119,50 @@ def _parameter_lines(model: nn.Module) -> list[str]:
 
 
 def _shape(tensor: Tensor) -> str:
-    # A lazy parameter gets its shape from the first forward, and raises before that.
+    # A lazy parameter gets its shape in the first forward pass, and raises before that.
     return "lazy" if is_lazy(tensor) else str(tuple(tensor.shape))
 
 
 def _digest(lines: Iterable[str], *, length: int) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:length]
+
+
+_HEADS = (
+    *("output.linear", "output", "lm_head", "decoder.output", "decoder.lm_head", "embed_out", "score", "classifier"),
+    *("head", "final_layer_norm", "ln_f"),
+)
+"""Paths relative to the model, in order of preference."""
+
+_INSIDE = ("base_model", "model")
+"""Where wrappers that add parameters of their own, such as PEFT's, keep the model."""
+
+
+def find_head(model: nn.Module) -> nn.Module | None:
+    """Return the output head of a model, looking through wrappers; None if none is found.
+
+    >>> class Model(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.body, self.lm_head = nn.Linear(2, 2), nn.Linear(2, 4)
+    >>> find_head(Model())
+    Linear(in_features=2, out_features=4, bias=True)
+    """
+    seen: set[int] = set()
+    inner: nn.Module | None = unwrapped(model)
+    while inner is not None and id(inner) not in seen:
+        seen.add(id(inner))
+        for path in _HEADS:
+            found = _at(inner, path)
+            if found is not None:
+                return found
+        children = dict(inner.named_children())
+        inner = next((unwrapped(children[name]) for name in _INSIDE if name in children), None)
+    return None
+
+
+def _at(model: nn.Module, path: str) -> nn.Module | None:
+    # Not get_submodule: an output that is tied to the embedding may be a plain object that holds the module.
+    found: object = model
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, nn.Module) else None

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from actmem import Full
 from actmem.engine.barriers import TRIFLE_BYTES, owe, settle
-from actmem.engine.observing import Row
+from actmem.engine.holdings import find
+from actmem.engine.observation import ObservedOperator
 from actmem.engine.values import Node, Value
 from tests.engine.cases import Program, compare, never, stack
 
@@ -28,7 +29,7 @@ def recorded(tensor: Tensor, *debts: Value) -> Value:
     node = Node(torch.ops.aten.add.Tensor, [], None, [])
     value = Value(weakref.ref(tensor.untyped_storage()), node, 0, None)
     value.debts = debts
-    value.row = Row("", "aten.add.Tensor", "made", tensor, tensor.nbytes, None)
+    value.row = ObservedOperator("", "aten.add.Tensor", "made", tensor, tensor.nbytes, None)
     return value
 
 
@@ -45,7 +46,7 @@ class Held:
 
 def settled(value: Value, tensor: Tensor) -> list[Value]:
     hold = Held()
-    settle(value, tensor.untyped_storage().nbytes(), hold, tensor)
+    settle(value, tensor.untyped_storage().nbytes(), hold, tensor, find)
     assert value.debts is None  # from now on it is closed
     return hold.values
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import actmem
 from actmem import Full, SaveEverything
-from actmem.engine.calling import storages_of
-from actmem.engine.installing import applied_script
+from actmem.applying.applied_block import applied_runner
 from actmem.engine.tape import Tape
+from actmem.engine.values import storages_of
 from actmem.torchcompat import storage_key
 from tests.engine.cases import assert_same_bits, batch, modes_unchanged, outcome, simple_step, total
 
@@ -95,7 +95,7 @@ def test_a_copy_and_a_pickle_are_plain() -> None:
     with actmem.apply(model, Full()):
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model[0])):
             assert all(type(m) in (nn.Sequential, Block, nn.Linear) for m in other.modules())
-            assert all(applied_script(m) is None for m in other.modules())
+            assert all(applied_runner(m) is None for m in other.modules())
         clone = copy.deepcopy(model)
         with torch.no_grad():
             for p in model.parameters():
@@ -150,7 +150,7 @@ def test_removing_under_a_later_subclass_leaves_the_block_inert(tapes: list[Tape
     assert len(tapes) == 2
     applied.remove()
     assert [type(block).__name__ for block in model] == ["ShardedBlock"] * 2  # not ours to change
-    assert all(applied_script(block) is None for block in model)
+    assert all(applied_runner(block) is None for block in model)
     assert_same_bits(plain, outcome(model, batch(), simple_step))
     assert len(tapes) == 2
     applied.remove()  # twice is once
@@ -252,7 +252,7 @@ def test_layers_that_a_plan_saves_are_idle_after_the_observed_step(tapes: list[T
 def test_calls_are_checked_as_often_as_asked() -> None:
     model = stacked(1)
     with actmem.apply(model, Full(), blocks="0") as applied:
-        script = applied._scripts[0]
+        script = applied._runners[0]
         assert script.num_checked == 1
         simple_step(model, batch())
         assert script.num_checked == 0

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import actmem
 from actmem import Full
-from actmem.engine.installing import applied_script
+from actmem.applying.applied_block import applied_runner
 from tests.engine.cases import assert_same_bits, batch, outcome, simple_step
 
 
@@ -210,10 +210,10 @@ def test_a_copy_of_an_applied_model_is_the_one_that_its_class_makes(kind: type[P
         for other, made in zip(copies, expected, strict=True):
             assert [type(m) for m in other] == [kind] * 3
             assert vars(other[0]).keys() == vars(made).keys()
-            assert all(applied_script(m) is None for m in other)
+            assert all(applied_runner(m) is None for m in other)
             with actmem.apply(other, Full()):
                 assert_trains_as(plain, other)
-        assert all(applied_script(m) is not None for m in model)
+        assert all(applied_runner(m) is not None for m in model)
         assert_trains_as(plain, model)
 
 
@@ -234,7 +234,7 @@ def test_a_module_that_an_applied_block_makes_of_its_own_class_runs_plain() -> N
         held: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
             other(x).sum().backward()
-        assert held and applied_script(other) is None
+        assert held and applied_runner(other) is None
         assert applied.report().unobserved == tuple(applied.plan.blocks)
 
 
@@ -254,7 +254,7 @@ def test_a_copy_or_a_pickle_that_fails_leaves_the_block_applied() -> None:
             for how in (copy.deepcopy, pickle.dumps, pickle._dumps):  # type: ignore[attr-defined]
                 with pytest.raises((ValueError, AttributeError, pickle.PicklingError), match=r"not copied|Can't"):
                     how(model)
-                assert all(applied_script(m) is not None for m in model)
+                assert all(applied_runner(m) is not None for m in model)
 
 
 def test_a_block_is_applied_again_as_soon_as_a_pickle_is_made() -> None:
@@ -262,7 +262,7 @@ def test_a_block_is_applied_again_as_soon_as_a_pickle_is_made() -> None:
     with actmem.apply(model, Full()):
         for make in (pickle.dumps, pickle._dumps, saved):  # type: ignore[attr-defined]
             make(model)
-            assert all(applied_script(m) is not None for m in model)
+            assert all(applied_runner(m) is not None for m in model)
 
 
 # -------------------------------------------------------------------- graph modules
@@ -286,7 +286,7 @@ def test_graph_modules_are_pickled_and_copied_as_plain_ones() -> None:
         assert pickle.dumps(model) == expected
         for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model), nn.Sequential(*map(copy.copy, model))):
             assert all(type(m).__mro__[1] is torch.fx.GraphModule for m in other)
-            assert all(applied_script(m) is None for m in other)
+            assert all(applied_runner(m) is None for m in other)
             assert_trains_as(plain, other)
 
 
@@ -334,7 +334,7 @@ def test_a_parametrization_of_an_applied_block_is_removed_as_of_a_plain_one() ->
         parametrize.remove_parametrizations(block, "weight")
     assert list(model.state_dict()) == list(twin.state_dict())
     assert_trains_as(outcome(twin, batch(), simple_step), model)
-    assert all(applied_script(m) is not None for m in model)
+    assert all(applied_runner(m) is not None for m in model)
     applied.remove()
     assert [type(m) for m in model] == [nn.Linear] * 3
     assert_trains_as(outcome(twin, batch(), simple_step), model)
@@ -347,7 +347,7 @@ def test_a_parametrization_is_registered_on_an_applied_block_and_stays_when_the_
         parametrize.register_parametrization(block, "weight", _Double())
     plain = outcome(twin, batch(), simple_step)
     assert_trains_as(plain, model)
-    assert all(applied_script(m) is not None for m in model)
+    assert all(applied_runner(m) is not None for m in model)
     assert [parametrize.type_before_parametrizations(m) for m in model] == [nn.Linear] * 3
     applied.remove()
     assert [type(m).__mro__[1] for m in model] == [nn.Linear] * 3
@@ -373,7 +373,7 @@ def test_a_lazy_block_stays_applied_when_it_becomes_what_it_is() -> None:
     model = stacked(lambda: nn.LazyLinear(8))
     with actmem.apply(model, Full(), blocks="0,1,2") as applied:
         model(batch()).sum().backward()
-        assert all(applied_script(m) is not None for m in model)
+        assert all(applied_runner(m) is not None for m in model)
         assert not applied.report().unobserved
     assert [type(m) for m in model] == [nn.Linear] * 3
 
@@ -391,7 +391,7 @@ def test_a_class_that_another_library_assigns_takes_effect_and_the_block_stays_a
     plain = outcome(twin, batch(), simple_step)
     assert_trains_as(plain, model)
     assert [type(m).__mro__[1] for m in model] == [Negated] * 3
-    assert all(applied_script(m) is not None for m in model)
+    assert all(applied_runner(m) is not None for m in model)
     assert type(model[0]) is type(model[1])  # equal blocks still share a class, and so a compiled graph
     for block in model:
         block.__class__ = Plain  # and back

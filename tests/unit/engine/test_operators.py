@@ -13,10 +13,10 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import actmem
 from actmem import Full
-from actmem.engine.deciding import resolve
+from actmem.decision_rules import Rule
 from actmem.engine.operators import REASONS, UNDECLARED_WRITES, Operator, describe
 from actmem.engine.tape import Tape
-from actmem.plan import Rule
+from actmem.engine.verdicts import resolve
 from tests.engine.cases import Program, batch, compare, never, simple_step, stack, tensors
 
 aten = torch.ops.aten
@@ -332,7 +332,7 @@ def test_a_parameter_read_past_autograd_is_named_so() -> None:
     model = stack(of_a_detached_parameter, num_blocks=1)
     with actmem.apply(model, Full(), blocks="0") as applied:
         simple_step(model, batch())
-        observation = applied._scripts[0].observation  # the report lists no parameters
+        observation = applied._runners[0].observation  # the report lists no parameters
     assert observation is not None
     found = [r for r in observation.rows if r.why == "parameter"]
     assert [(r.kind, r.shape) for r in found] == [("state", (8, 8))]

@@ -155,6 +155,8 @@ def test_a_measurement_is_plain_data() -> None:
 def test_a_measurement_prints_sizes_a_person_can_read() -> None:
     m = Measurement(
         peak_bytes=3 * 2**30,
+        tensor_bytes=3 * 2**30,
+        unseen={},
         step_bytes=2 * 2**30,
         saved_bytes=512 * 2**20,
         external_bytes=0,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from actmem import replaying
+from actmem.engine import replay as replay_depth
 from actmem.measuring import measure
 
 X = torch.ones(4, 4)
@@ -19,11 +19,11 @@ def phases(fn) -> list[tuple[str, str]]:
 
 def test_work_inside_a_replay_is_replay_in_this_thread_only() -> None:
     def step() -> None:
-        replaying.enter()
+        replay_depth.enter()
         try:
             X @ X
         finally:
-            replaying.leave()
+            replay_depth.leave()
         X @ X
 
     m = measure(step)
@@ -31,23 +31,23 @@ def test_work_inside_a_replay_is_replay_in_this_thread_only() -> None:
     assert (m.replayed_flops, m.forward_flops) == (128, 128)
     assert (m.num_ops, m.num_replayed_ops) == (2, 1)
     seen: list[bool] = []
-    replaying.enter()
-    thread = threading.Thread(target=lambda: seen.append(replaying.replaying()))
+    replay_depth.enter()
+    thread = threading.Thread(target=lambda: seen.append(replay_depth.replaying()))
     thread.start()
     thread.join()
-    assert replaying.replaying()
-    replaying.leave()
+    assert replay_depth.replaying()
+    replay_depth.leave()
     assert seen == [False]
-    assert not replaying.replaying()
+    assert not replay_depth.replaying()
 
 
 def test_replays_nest() -> None:
-    replaying.enter()
-    replaying.enter()
-    replaying.leave()
-    assert replaying.replaying()
-    replaying.leave()
-    assert not replaying.replaying()
+    replay_depth.enter()
+    replay_depth.enter()
+    replay_depth.leave()
+    assert replay_depth.replaying()
+    replay_depth.leave()
+    assert not replay_depth.replaying()
 
 
 @pytest.mark.parametrize("retain", [False, True])

@@ -200,11 +200,11 @@ def test_unrelated_stacks_are_ambiguous_and_each_line_of_the_message_works() -> 
 
     text = message(Model())
     assert text == (
-        "Model has 2 stacks of blocks that do not belong together, and actmem cannot tell which of them to treat. "
+        "Model has 2 unrelated stacks of blocks, and actmem cannot tell which of them to use. "
         "Choose one:\n"
         '  blocks="one.*"  # 2 x Layer, 96 parameters\n'
         '  blocks="two.1,two.2"  # 2 x OtherLayer, 96 parameters\n'
-        'or take them all: blocks="one.*,two.1,two.2"'
+        'or use them all: blocks="one.*,two.1,two.2"'
     )
     assert paths(Model(), "one.*") == ["one.0", "one.1"]
     assert paths(Model(), "two.1,two.2") == ["two.1", "two.2"]
@@ -220,7 +220,7 @@ def test_no_stack_is_an_error_that_lists_what_could_be_chosen() -> None:
 
     assert message(Tagger()) == (
         "no repeating blocks found in Tagger: it has no list of modules of one class. "
-        "Say where they are, for example:\n"
+        "Say where the blocks are, for example:\n"
         '  blocks="lstm"  # LSTM, 320 parameters\n'
         '  blocks="head"  # Linear, 20 parameters\n'
         '  blocks="."  # the whole Tagger as one block'
@@ -232,13 +232,13 @@ def test_a_pattern_without_a_match_names_the_nearest_paths() -> None:
     assert message(nn.Sequential(Layer(), Layer()), "layer.*") == (
         'blocks="layer.*" matches no module of Sequential. Candidates:\n  blocks="*"  # 2 x Layer, 96 parameters'
     )
-    assert "The nearest module paths are layers.*," in message(holder(layers=layers()), "layer.*")
+    assert "The closest module paths are layers.*," in message(holder(layers=layers()), "layer.*")
     assert 'blocks="nothing" matches no module' in message(holder(layers=layers()), "layers.*,nothing")
 
 
 def test_blocks_inside_blocks_are_refused() -> None:
     assert message(holder(layers=layers()), "layers.*,layers.1.ff") == (
-        "block layers.1.ff lies inside block layers.1, but an activation can belong to one block only. "
+        "block layers.1.ff is inside block layers.1, but an activation can belong to only one block. "
         'Leave one of them out, for example: blocks="layers.1"'
     )
 
@@ -246,12 +246,12 @@ def test_blocks_inside_blocks_are_refused() -> None:
 def test_a_list_is_never_called_and_so_no_block() -> None:
     assert message(holder(layers=layers()), "layers") == (
         "layers is a ModuleList, which is never called itself, so it cannot be a block. "
-        'Take what is in it: blocks="layers.*"'
+        'Use the modules in it: blocks="layers.*"'
     )
 
 
 def test_a_model_without_parameters_is_refused() -> None:
     assert message(nn.Sequential(nn.ReLU())) == (
-        "Sequential has no parameters, so there is no activation to decide on. "
-        "Give the module that holds the layers to train."
+        "Sequential has no parameters, so there are no activations to decide on. "
+        "Pass the module that holds the layers to train."
     )

@@ -118,28 +118,28 @@ EXAMPLE = 'actmem_targets = {"norm": ("ln_*",)}'
         (
             ["norm"],
             (
-                "Sequential.actmem_targets = ['norm'] is no dict. Expected target -> tuple of globs over module paths "
-                f"inside a block: {EXAMPLE}"
+                "Sequential.actmem_targets = ['norm'] is not a dict. Expected target -> tuple of globs over module "
+                f"paths inside a block: {EXAMPLE}"
             ),
         ),
         (
             {"norm": "ln_*"},
             (
-                "Sequential.actmem_targets['norm'] = 'ln_*' is no tuple of globs over module paths inside a block. "
+                "Sequential.actmem_targets['norm'] = 'ln_*' is not a tuple of globs over module paths inside a block. "
                 "Write: actmem_targets = {\"norm\": ('ln_*',)}"
             ),
         ),
         (
             {"norm": (3,)},
             (
-                "Sequential.actmem_targets['norm'] = (3,) is no tuple of globs over module paths inside a block. "
+                "Sequential.actmem_targets['norm'] = (3,) is not a tuple of globs over module paths inside a block. "
                 f"Write: {EXAMPLE}"
             ),
         ),
         (
             {"norm": None},
             (
-                "Sequential.actmem_targets['norm'] = None is no tuple of globs over module paths inside a block. "
+                "Sequential.actmem_targets['norm'] = None is not a tuple of globs over module paths inside a block. "
                 f"Write: {EXAMPLE}"
             ),
         ),
@@ -161,8 +161,8 @@ EXAMPLE = 'actmem_targets = {"norm": ("ln_*",)}'
         (
             {"norm": ("ln_a",), "mlp": ("up", "donw")},
             (
-                "Sequential.actmem_targets['mlp'] names 'donw', which matches no module in any block that it is for. "
-                "Did you mean 'down'? Module paths inside 0: ln_a, mix, down, up. Take it out, or name one of these: "
+                "Sequential.actmem_targets['mlp'] names 'donw', which matches no module in any block that it applies "
+                "to. Did you mean 'down'? Module paths inside 0: ln_a, mix, down, up. Remove it, or name one of these: "
                 'actmem_targets = {"mlp": ("down",)}'
             ),
         ),

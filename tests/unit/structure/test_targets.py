@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from actmem.plan import TARGETS
+from actmem.decision_rules import TARGETS
 from actmem.structure import ROLES, find_blocks, roles
 from tests.zoo import ZOO
 from tests.zoo_titan import TransformerBlock

@@ -99,14 +99,14 @@ def test_patch_mergers_beside_the_blocks_of_a_tower_are_no_blocks() -> None:
     assert paths(holder(visual=visual, layers=nn.ModuleList([Layer()])), "vision") == layers("visual.blocks", 2)
 
 
-PERMITTED = "Permitted: a list out of language, vision, audio"
+PERMITTED = "Permitted: a list of language, vision, audio"
 
 
 @pytest.mark.parametrize(
     ("scope", "expected"),
     [
-        ("vision", f"scope = 'vision' is no list. {PERMITTED}, as in scope=[\"vision\"]."),
-        ("eyes", f"scope = 'eyes' is no list. {PERMITTED}, as in scope=[\"language\"]."),
+        ("vision", f"scope = 'vision' is not a list. {PERMITTED}, as in scope=[\"vision\"]."),
+        ("eyes", f"scope = 'eyes' is not a list. {PERMITTED}, as in scope=[\"language\"]."),
         (
             ["visoin"],
             f"scope names 'visoin'. {PERMITTED}, as in scope=[\"language\", \"vision\"]. Did you mean 'vision'?",
@@ -117,8 +117,8 @@ PERMITTED = "Permitted: a list out of language, vision, audio"
         (
             ["vision", "audio"],
             (
-                "scope names 'audio', but LlavaForConditionalGeneration has no audio blocks. Towers that it has: "
-                'language, vision, as in scope=["language"], or give their paths, for example:\n'
+                "scope names 'audio', but LlavaForConditionalGeneration has no audio blocks. Its towers: "
+                'language, vision, as in scope=["language"]; or give the paths of the blocks, for example:\n'
                 '  blocks="model.vision_tower.encoder.layers.*"  # 2 x CLIPEncoderLayer, 15,008 parameters\n'
                 '  blocks="model.language_model.layers.*"  # 3 x LlamaDecoderLayer, 23,232 parameters'
             ),
@@ -135,6 +135,6 @@ def test_a_pattern_and_a_scope_together_are_refused() -> None:
     with pytest.raises(StructureError) as caught:
         find_blocks(ZOO["llama"].build(), "model.layers.*", ["language"])
     assert str(caught.value) == (
-        "blocks=\"model.layers.*\" and scope=['language'] are both given, but each says on its own which blocks are "
-        'meant. Leave one of them out, for example: blocks="model.layers.*"'
+        "blocks=\"model.layers.*\" and scope=['language'] cannot be combined: each selects the blocks on its own. "
+        'Leave one of them out, for example: blocks="model.layers.*"'
     )

@@ -1,0 +1,551 @@
+"""The only place that changes a model: a mode becomes a plan, and the plan an engine on every block."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from actmem import ops
+from actmem.applying.applied_block import BlockRunner, applied_runner, install, local, uninstall
+from actmem.decision_rules import Rule, Slices
+from actmem.engine import BlockFamily, Compilation, log_once, resolve, storages_of
+from actmem.errors import ApplyError, ModeError, PlanError, StructureError
+from actmem.modes import (
+    Budget,
+    CompilerBudget,
+    FromPlan,
+    Mode,
+    Selective,
+)
+from actmem.offloading import Offloader, make_offloader
+from actmem.plan import Plan
+from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
+from actmem.settings import Offload
+from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
+from actmem.torchcompat import all_operator_names, compiler_budget, keep_graph_order, named_modules
+
+__all__ = [
+    "Applied",
+    "apply",
+    "check_offload",
+    "check_rules",
+    "device_of",
+    "refuse_blocks",
+    "refuse_host_on_cpu",
+    "refuse_state",
+]
+
+_MODES: tuple[type, ...] = get_args(Mode)
+_FLEX = "higher_order.flex_attention"
+Engine = Literal["auto", "tape", "checkpoint"]
+Collectives = Literal["save", "recompute"]
+
+
+class Applied:
+    """A model under a plan. Made by `apply`; `remove()` undoes it. Also a context manager, which removes on leaving."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        blocks: tuple[Block, ...],
+        runners: tuple[BlockRunner, ...],
+        compilation: Compilation,
+        offloader: Offloader | None = None,
+        undo: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self.plan = plan
+        """The resolved decision: print it, save it, read it back."""
+        self._blocks = blocks
+        self._runners = runners
+        self._compilation = compilation
+        self._offloader = offloader
+        self._undo = list(undo)
+
+    def report(self) -> Report:
+        """Report which engine ran, and what the latest observed step saved, recomputed, and could not replay. Print it.
+
+        A block's first training call is observed; `check_replay` has later ones observed too. For a compiled graph it
+        says what the plan asked for, and what the compiler's partitioner made of it.
+        """
+        return summarise(
+            self.plan,
+            [
+                (b.path, b.kind, s.observation)
+                for b, s in zip(self._blocks, self._runners, strict=True)
+                if s.observation is not None or not (self._compilation.graphs and s.verdicts.keeps_everything)
+            ],
+            matched=set[int]().union(*(s.verdicts.matched for s in self._runners)),
+            notes=[*self._notes(), *self.trace().subsumed],
+            compiled=compiled_graphs(self._compilation.graphs, self._compilation.asked, self._families()),
+            moved=None if self._offloader is None else self._offloader.ledger,
+            checkpointed=[s.path for s in self._runners if s.engine == "checkpoint" and s.decisions is not None],
+        )
+
+    def trace(self) -> Trace:
+        """List what the plan said at every operator of the latest observed step, and by which rule. Print it.
+
+        The same is logged once for each operator, by the logger `actmem.decisions` at level DEBUG.
+        """
+        rows = [(s.path, s.engine, s.decisions) for s in self._runners if s.decisions is not None]
+        rows += [(path, "compiled", decisions) for path, decisions in self._compilation.asked.items()]
+        return gather(self.plan.rules, rows)
+
+    def _families(self) -> list[tuple[str, ...]]:
+        """List the blocks that share a compiled graph."""
+        families: dict[BlockFamily, list[str]] = {}
+        for runner in self._runners:
+            families.setdefault(runner.family, []).append(runner.path)
+        return [tuple(paths) for paths in families.values()]
+
+    def _notes(self) -> list[str]:
+        notes: list[str] = []
+        idle = sum(s.num_idle_calls for s in self._runners)
+        if idle:
+            notes.append(
+                f"{idle} block calls ran in eval mode with gradients on, and were left alone: call model.train()."
+            )
+        if self.plan.offload is not None and self.plan.offload.pin and not torch.accelerator.is_available():
+            notes.append("pin = True has no meaning here: there is no accelerator, and so no page-locked memory.")
+        given_up = tuple(s.path for s in self._runners if s.given_up)
+        if given_up:
+            notes.append(
+                f"run in eager although compiled, because torch.compile could not take in the whole block: "
+                f"{paths_of(given_up)}. TORCH_LOGS=graph_breaks tells why; for a transformers model, "
+                "use_cache=False is often all it needs."
+            )
+        skipped = [s.path for s in self._runners if s.num_without_gradient and s.decisions is None]
+        if skipped:
+            notes.append(f"skipped, because no gradient flows through: {paths_of(tuple(skipped))}.")
+        return notes
+
+    def check_replay(self, num_calls: int = 1) -> None:
+        """Observe the next calls of every block, and compare each replayed value with a checksum of the dropped one."""
+        for runner in self._runners:
+            runner.num_checked, runner.idle = num_calls, False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the model is still under the plan: True until `remove`."""
+        return bool(self._undo)
+
+    def remove(self) -> None:
+        """Change the model back into what it was. Graphs that were recorded before stay valid. May be called twice."""
+        for block, runner in zip(self._blocks, self._runners, strict=True):
+            uninstall(block.module, runner)
+        if self._offloader is not None:
+            self._offloader.close()
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<Applied {self.plan.mode} on {len(self._blocks)} blocks>"
+
+
+def apply(
+    model: nn.Module,
+    mode: Mode | Plan,
+    *,
+    blocks: str | Sequence[str] | None = None,
+    scope: Sequence[str] | None = None,
+    engine: Engine = "auto",
+    collectives: Collectives = "save",
+    example: Any = None,
+    step: Callable[[], object] | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    fake: bool = True,
+) -> Applied:
+    """Change a model so that training holds only what a mode lets it hold. In place, reversible, names unchanged.
+
+    Args:
+        model: any module; its repeating blocks are found.
+        mode: a mode such as `Full()` or `Selective(save=[...])`, or a `Plan`. There is no default.
+        blocks: where the blocks are, as a glob over module paths or a list of them, for models in which they cannot
+            be found.
+        scope: the towers whose blocks to take, out of "language", "vision" and "audio". Default: the language model
+            where there is one.
+        engine: "auto" takes the tape in eager, which records operators and replays them, and torch's checkpoint as an
+            operator of the graph under torch.compile. "tape" keeps the blocks out of compiled graphs. "checkpoint"
+            takes torch's checkpoint in eager too, which runs the blocks' Python code twice. The plan is the same.
+        collectives: "save" never runs a collective twice. "recompute" treats the all-gathers, all-reduces,
+            reduce-scatters and broadcasts of tensor and sequence parallel as the mode treats other operators, which
+            frees their bytes and communicates again in the backward pass. Every rank must run the same operators.
+        example: a batch, for `Budget`, which profiles the model: a dict for `model(**example)`, or a tuple.
+        step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
+        loss: a function of the output, for the same; by default `output.loss`.
+        fake: profile on tensors without bytes, for the same. Otherwise one real step is run.
+
+    Returns:
+        The handle to print what was done, and to undo it.
+
+    Raises:
+        ModeError: the mode names something that does not exist, or matches nothing.
+        StructureError: the blocks were not found, or are ambiguous.
+        ApplyError: the model already has a plan applied, or recomputes by other means.
+
+    >>> import torch, actmem
+    >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
+    >>> applied = actmem.apply(model, actmem.Full())
+    >>> model(torch.randn(2, 8)).sum().backward()
+    >>> applied.report().recomputed_bytes
+    192
+    >>> applied.remove()
+    """
+    check_module(model)
+    if not isinstance(mode, (*_MODES, Plan)):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
+        names = ", ".join(m.__name__ for m in _MODES)
+        raise ModeError(
+            f"mode = {mode!r} is not a mode. Expected one of {names}, or a Plan, as in "
+            "actmem.apply(model, actmem.Full())."
+        )
+    if engine not in ("auto", "tape", "checkpoint"):
+        raise ModeError(
+            f"engine = {engine!r} is not known. Expected 'auto', 'tape' (records and replays operators) or "
+            "'checkpoint' (torch's own, which runs the code of the blocks twice)."
+        )
+    if collectives not in ("save", "recompute"):
+        raise ModeError(
+            f"collectives = {collectives!r} is not known. Expected 'save' (run once) or 'recompute' (run again in "
+            "the backward pass, on every rank)."
+        )
+    if (example is not None or loss is not None) and not isinstance(mode, (Budget, Plan)):
+        raise ModeError(
+            f"example and loss are for a Budget, which profiles the model; {type(mode).__name__} does not. Leave them "
+            "out."
+        )
+    if step is not None and not isinstance(mode, Budget):
+        raise ModeError(f"step is for a Budget, which profiles it; {type(mode).__name__} does not. Leave it out.")
+    if not fake and not isinstance(mode, Budget):
+        raise ModeError(
+            f"fake = False is for a Budget, which profiles the model; {type(mode).__name__} does not. Leave it out."
+        )
+    if isinstance(mode, Budget) and example is None and step is None:
+        raise ModeError(f"{mode!r} needs a batch to plan for. Write actmem.apply(model, {mode!r}, example=batch).")
+    if isinstance(mode, Budget) and engine == "checkpoint":
+        raise ModeError(
+            "engine = 'checkpoint' runs whole blocks twice, and its peak is not the planned one. Leave it out: a "
+            "Budget is kept by the tape."
+        )
+    if collectives == "recompute" and engine == "checkpoint":
+        raise ModeError(
+            "collectives = 'recompute' cannot be combined with engine = 'checkpoint', which never runs a collective "
+            "twice. Leave one of them out."
+        )
+    refuse_state(model)
+    if isinstance(mode, Budget):
+        from actmem.planner import fit  # its solver takes a while to import
+        from actmem.profiling import called_as
+
+        what = "example=batch" if step is None else "step=step"
+        with called_as(f"actmem.apply(model, actmem.Budget({mode.amount!r}, ...), {what}, fake=False)"):
+            mode = fit(
+                model,
+                example,
+                budget=mode.amount,
+                step=step,
+                loss=loss,
+                device=mode.device,
+                offload=mode.offload,
+                optimizer=mode.optimizer,
+                microbatches=mode.microbatches,
+                blocks=blocks,
+                scope=scope,
+                fake=fake,
+            )
+        blocks = scope = None  # the plan names its blocks
+    if isinstance(mode, FromPlan):
+        mode = Plan.load(mode.path)
+    if isinstance(mode, Plan):
+        plan, found = mode, _blocks_of(model, mode, blocks, scope)
+    else:
+        found = find_blocks(model, blocks, scope)
+        offload = getattr(mode, "offload", None)
+        plan = Plan(mode.rules(), tuple(b.path for b in found), fingerprint(model, found), repr(mode), offload)
+    refuse_blocks(found)
+    every_role, layer_types = find_roles(model, found), [layer_type(b.module) for b in found]
+    if isinstance(mode, Selective):
+        plan = _without_absent(plan, {name for its_roles in every_role for name in its_roles})
+    check_rules(plan.rules, found, every_role, layer_types, model)
+    check_offload(plan, model, engine)
+    offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
+    compilation = Compilation({b.path: b.module for b in found})
+    shared = _SharedState(plan, model)
+    families: dict[Any, BlockFamily] = {}
+    cuts: dict[Any, Any] = {}
+    runners: list[BlockRunner] = []
+    for block, its_roles, its_type in zip(found, every_role, layer_types, strict=True):
+        modules = {path: f"{block.path}.{path}".strip(".") for path, _ in named_modules(block.module)}
+        verdicts = resolve(
+            plan.rules,
+            layer=block.index,
+            num_layers=len(found),
+            modules=modules,
+            roles=its_roles,
+            layer_type=its_type,
+        )
+        key = type(block.module), block.kind, verdicts.key
+        if key not in families:
+            families[key] = BlockFamily(verdicts, compilation, traceable=engine != "tape", exact=plan.exact)
+        families[key].needs_answers |= "router" in its_roles
+        runners.append(
+            BlockRunner(
+                block.path,
+                families[key],
+                engine="none" if isinstance(mode, CompilerBudget) else "tape" if engine == "auto" else engine,
+                cuts=cuts,
+                observed=shared.called,
+                state=shared.state,
+                reissue=collectives == "recompute",
+                offloader=offloader,
+                offload=plan.offload,
+                exact=plan.exact,
+            )
+        )
+    shared.runners = tuple(runners)
+    undo: list[Callable[[], None]] = []
+    if isinstance(mode, CompilerBudget):
+        undo.append(compiler_budget(mode.fraction))
+    if engine == "checkpoint":
+        undo.append(keep_graph_order())
+    classes: dict[Any, type] = {}
+    for block, runner in zip(found, runners, strict=True):
+        install(block.module, runner, classes)
+    if plan.predicted is not None:
+        from actmem.planner import Guard
+
+        guard = Guard(model, plan, loss)
+        undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
+    return Applied(plan, found, tuple(runners), compilation, offloader, undo)
+
+
+def _without_absent(plan: Plan, present: set[str]) -> Plan:
+    """Leave out what `Selective` says about parts that this model does not have, such as the gates of routers."""
+    return replace(plan, rules=tuple(r for r in plan.rules if not (r.target and r.op) or r.target in present))
+
+
+class _SharedState:
+    """What the blocks of a model have in common: its state, and the plan, some of whose names must match."""
+
+    def __init__(self, plan: Plan, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._named = frozenset(i for i, r in enumerate(plan.rules) if r.op or r.module or r.target)
+        self._plan = plan
+        self._logged: set[tuple[str, str]] = set()
+        self._warned = False
+        self.runners: tuple[BlockRunner, ...] = ()
+
+    def state(self) -> frozenset[int]:
+        """Return the storages of the model's parameters and buffers."""
+        model = self._model()
+        if model is None:
+            return frozenset()
+        return frozenset(storages_of([local(t) for t in (*model.parameters(), *model.buffers())]))
+
+    def _warn_of_uncompiled(self) -> None:
+        """Warn where FlexAttention was seen as an operator: a compiled one shows only its kernels."""
+        bare = [s for s in self.runners if any(row.op.startswith(_FLEX) for row in s.decisions or ())]
+        if bare and not self._warned:
+            self._warned = True
+            lost = " since torch.compile could not take in the whole block" if bare[0].given_up else ""
+            warnings.warn(
+                f"FlexAttention runs without compilation in {paths_of(tuple(s.path for s in bare))}{lost}: it is slow, "
+                "and holds all scores at once. Compile it by itself, and it stays compiled in any block: "
+                "flex_attention = torch.compile(flex_attention).",
+                stacklevel=2,
+            )
+
+    def called(self) -> None:
+        """Log what was decided, and notice, when every block has run once, that none of the plan's names matched."""
+        decisions = [row for s in self.runners for row in s.decisions or ()]
+        log_once(decisions, self._plan.rules, self._logged)
+        self._warn_of_uncompiled()
+        if not self._named or any(s.decisions is None for s in self.runners):
+            return
+        if not self._named & set[int]().union(*(s.verdicts.matched for s in self.runners)):
+            seen = sorted({row.op for row in decisions})
+            raise ModeError(
+                f"{self._plan.mode} matches nothing: no operator that ran in the blocks of this model is among "
+                "its names. "
+                f"Operators that ran: {', '.join(seen[:24])}{', ...' if len(seen) > 24 else ''}. Name one of "
+                "these, or a group they belong to."
+            )
+
+
+def _blocks_of(
+    model: nn.Module, plan: Plan, blocks: str | Sequence[str] | None, scope: Sequence[str] | None
+) -> tuple[Block, ...]:
+    for name, value in (("blocks", blocks), ("scope", scope)):
+        if value is not None:
+            raise ModeError(
+                f"{name} = {value!r} cannot be combined with a plan, which names its own blocks. Leave {name} out."
+            )
+    if plan.mode.startswith(CompilerBudget.__name__):
+        raise PlanError(
+            f"the plan is of {plan.mode}, which is a setting of torch.compile, not a list of rules: read from a plan "
+            "it would do nothing. Give the mode itself: actmem.apply(model, actmem.CompilerBudget(0.5))."
+        )
+    try:
+        found = find_blocks(model, ",".join(p or "." for p in plan.blocks))
+    except StructureError as error:
+        raise PlanError(
+            f"the plan was made for another model: {type(model).__name__} does not have the blocks that it names, "
+            f"{', '.join(p or 'the model itself' for p in plan.blocks[:3])}{', ...' if len(plan.blocks) > 3 else ''}. "
+            "Make a plan for this model: actmem.apply(model, mode).plan.save(path)."
+        ) from error
+    actual = fingerprint(model, found)
+    if actual != plan.fingerprint:
+        raise PlanError(
+            f"the plan was made for another model: its fingerprint is {plan.fingerprint}, this model's is "
+            f"{actual} (parameter names, shapes, dtypes "
+            "and blocks count). Make a plan for this model: actmem.apply(model, mode).plan.save(path)."
+        )
+    return found
+
+
+def refuse_state(model: nn.Module) -> None:
+    """Refuse a model that already has a plan applied, or that recomputes by other means."""
+    for path, module in named_modules(model):
+        if (runner := applied_runner(module)) is not None:
+            raise ApplyError(
+                f"a plan is applied to this model already, at {runner.path or 'the model itself'} and others. "
+                "Remove it first: applied.remove(), on what actmem.apply returned."
+            )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ApplyError(
+                f"{path or 'the model'}.gradient_checkpointing = True: Hugging Face gradient checkpointing is on, "
+                "and would run the forward code twice. "
+                "Switch it off first: model.gradient_checkpointing_disable()."
+            )
+        if hasattr(module, "_checkpoint_wrapped_module"):
+            raise ApplyError(
+                f"{path or 'the model'} is wrapped by torch's checkpoint_wrapper, which does its own recomputation. "
+                "Build the model without that wrapper, and let actmem decide."
+            )
+
+
+def refuse_blocks(blocks: tuple[Block, ...]) -> None:
+    """Refuse blocks whose forward actmem could not reach."""
+    for block in blocks:
+        if "forward" in vars(block.module):
+            raise ApplyError(
+                f"{block.path or 'the model'} has a forward of its own in the instance (accelerate's hooks put "
+                "one there), which would bypass actmem. "
+                "Apply actmem before the library that sets it."
+            )
+
+
+def check_rules(
+    rules: tuple[Rule, ...],
+    blocks: tuple[Block, ...],
+    every_role: Sequence[dict[str, tuple[str, ...]]],
+    layer_types: Sequence[str | None],
+    model: nn.Module,
+) -> None:
+    """Refuse rules that name what does not exist, or that can match nothing in this model.
+
+    A rule that names an operator in addition to a target or a layer type only narrows: it may find nothing, and the
+    report says so.
+    """
+    for op in dict.fromkeys(rule.op for rule in rules if rule.op is not None):
+        _check_operator(op)
+    for rule in rules:
+        if rule.module is not None:
+            _check_module(rule, model)
+        chosen = [b for b in blocks if rule.layers is None or Slices.parse(rule.layers).contains(b.index, len(blocks))]
+        if not chosen:
+            raise ModeError(
+                f"layers = {rule.layers!r} selects none of the {len(blocks)} blocks (0 to {len(blocks) - 1}). "
+                f"Name some of these, as in layers='0:{len(blocks)}'."
+            )
+        if rule.op is not None:
+            continue
+        types = sorted({kind for b in chosen if (kind := layer_types[b.index]) is not None})
+        if rule.layer_type is not None and not any(fnmatchcase(kind, rule.layer_type) for kind in types):
+            raise ModeError(
+                f"layer_type = {rule.layer_type!r} matches no block of this model. Types that would match: "
+                f"{', '.join(types) or 'none, this model does not tell its layers apart by type'}."
+                f"{ops.did_you_mean(rule.layer_type, types)}"
+            )
+        if rule.target is not None and not any(rule.target in every_role[b.index] for b in chosen):
+            present = sorted({name for b in chosen for name in every_role[b.index]})
+            raise ModeError(
+                f"target {rule.target!r} matches no module in the blocks of this model. "
+                f"Targets that would match: {', '.join(present) or 'none'}."
+            )
+
+
+def check_offload(plan: Plan, model: nn.Module, engine: str) -> None:
+    """Refuse to offload where nothing says where to, or where it would do nothing."""
+    asked = next((rule for rule in plan.rules if rule.decision == "offload"), None)
+    if asked is None and plan.offload is None:
+        return
+    if asked is None:
+        raise ModeError(f"{plan.offload!r} is given, but no rule offloads. Leave it out, or add Rule('offload', ...).")
+    if plan.offload is None:
+        raise ModeError(
+            f"{asked!r} offloads, but nothing says where to. Write Rules([...], offload=Offload(to='disk'))."
+        )
+    if engine == "checkpoint":
+        raise ModeError(
+            f"{asked!r} offloads, which the tape does, and engine = 'checkpoint' is torch's own. Leave engine out."
+        )
+    refuse_host_on_cpu(plan.offload, model)
+
+
+def refuse_host_on_cpu(offload: Offload, model: nn.Module) -> None:
+    """Refuse to send what is in host memory already to host memory."""
+    if device_of(model).type == "cpu" and not offload.takes_from("cpu"):
+        raise ModeError(
+            "to = 'host', but the model is on the CPU: its activations are in host memory already. Write to='disk', "
+            "move the model to an accelerator first, or, for a test, say copy_cpu=True."
+        )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that the model's parameters are on; an accelerator's where they are on several."""
+    devices = {p.device for p in model.parameters()}
+    return next((d for d in devices if d.type not in ("cpu", "meta")), next(iter(devices), torch.device("cpu")))
+
+
+def _check_operator(selector: str) -> None:
+    if selector in ops.GROUPS or selector == ops.INPUT or selector.startswith("replayable."):
+        return
+    known = all_operator_names() | ops.HIGHER_ORDER
+    for part in selector.split("|"):
+        if part in ops.GROUPS:
+            continue
+        packet = None if ops.is_glob(part) else ops.packet_name(part)[0]
+        if not any(ops.matches(part, name, "default") or name == packet for name in known):
+            hint = ops.did_you_mean(part, sorted({*known, *ops.GROUPS}))
+            raise ModeError(
+                f"op = {part!r} is not an operator, group or glob that torch knows.{hint} Groups: "
+                f"{', '.join(sorted(ops.GROUPS))}."
+            )
+
+
+def _check_module(rule: Rule, model: nn.Module) -> None:
+    assert rule.module is not None
+    paths = [path for path, _ in named_modules(model) if path]
+    if not any(fnmatchcase(path, rule.module) for path in paths):
+        wanted = rule.module.strip("*.")
+        hint = ops.did_you_mean(wanted, paths if "." in wanted else dict.fromkeys(p.rpartition(".")[2] for p in paths))
+        example = max(paths, key=lambda path: path.count("."))
+        raise ModeError(
+            f"module = {rule.module!r} matches no module of this model.{hint} A glob is matched against whole "
+            f"paths, such as {example!r}: module='*{example.rpartition('.')[1]}{example.rpartition('.')[2]}'."
+        )

@@ -1,0 +1,491 @@
+"""Exchange the class of a block, so that its forward runs under an engine.
+
+NOTE [ How a block is applied ]
+The block's real class is replaced by a subclass of itself, whose `forward` asks the block's `BlockRunner` what to do.
+Nothing is written to the instance: names, hooks, `state_dict` and the module tree stay as they are. `forward` runs
+inside the module's hooks, so that what FSDP gathers before and frees after it stays outside.
+
+The subclass exists only to run the forward. In everything else the block is still what it was:
+
+- To copy or pickle it, the original class is put back for as long as its own `__reduce_ex__`, `__deepcopy__` or
+  `__copy__` runs: the result is byte for byte that of a plain block. A pickler looks at the class once
+  more after `__reduce_ex__`, and then goes through the list items that it returned: these end the swap.
+- Assigning to `block.__class__` replaces the class *below* the subclass: the block stays applied, and keeps the new
+  class when the plan is removed. The parts of torch that make a new class from the old one (parametrizations, FSDP2,
+  `replicate`) are shown the original: they write to it, and compare it with those that they made. All others see the
+  real class: Dynamo looks up methods by `__class__`, and guards on it.
+- The subclass is made without telling the original: no `__init_subclass__` runs, and no code of a metaclass. Only
+  `original.__subclasses__()` shows it, until it is collected.
+
+Why not something on the instance? `nn.Module.compile()` keeps an attribute that `__call__` asks, but outside the hooks;
+an instance's own `forward` would be copied and pickled with it, as hooks are. Dynamo would ask both for their identity,
+and compile each block by itself. And changing `forward` in the original class would reach every instance of it.
+
+Blocks of one class for which the plan says the same (a `BlockFamily`) get the same subclass. So Dynamo, which asks for
+the class of a module before it uses a graph again, compiles one graph for all of them, as it does for the plain model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import copyreg
+import sys
+from abc import ABCMeta
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from actmem.engine import (
+    DESCRIBED,
+    Away,
+    BlockFamily,
+    Cut,
+    Following,
+    Observation,
+    Tape,
+    Traced,
+    Tracer,
+    run_checkpointed,
+    smallest_cut,
+    storages_of,
+    tensors,
+    unpack,
+)
+from actmem.errors import UnsupportedError
+from actmem.offloading import Offloader
+from actmem.settings import Offload
+from actmem.torchcompat import (
+    apart_from_graphs,
+    checkpoint,
+    functorch_transform,
+    hand_out_parameters,
+    never_compile,
+    outer_hooks,
+)
+
+__all__ = ["BlockRunner", "applied_runner", "install", "local", "uninstall"]
+
+Classes = dict[tuple[type, BlockFamily], type]
+
+_set_class: Callable[[object, type], None] = vars(object)["__class__"].__set__
+"""Swap the real class, whatever `__class__` and `__setattr__` of the object do."""
+
+_MAKES_CLASSES = ("torch.nn.utils.parametrize", "torch.distributed.")
+"""Modules that make a new class from a module's class, and assign it."""
+
+_CHECKED = (vars(copyreg)["__newobj__"], vars(copyreg)["__newobj_ex__"])
+"""What `__reduce_ex__` returns where a pickler checks that it is given the class of the object."""
+
+
+def install(block: nn.Module, runner: BlockRunner, classes: Classes) -> None:
+    """Change the class of `block` so that its forward asks `runner`. See NOTE [ How a block is applied ].
+
+    Args:
+        block: the module.
+        runner: what to do when it is called.
+        classes: the subclasses made so far for this model, by original class and family.
+    """
+    key: tuple[type, BlockFamily] = type(block), runner.family
+    if key not in classes:
+        classes[key] = _subclass(*key, classes)
+    vars(classes[key])["_actmem_runners"][id(block)] = runner
+    _set_class(block, classes[key])
+
+
+def _subclass(original: Any, family: BlockFamily, classes: Classes) -> type:
+    """Make the class of the applied blocks of one family: the forward, and what hides it."""
+    runners: dict[int, BlockRunner] = {}
+    forward = _forward(original, family, runners)
+    forward.__doc__ = original.forward.__doc__
+    forward.__wrapped__ = original.forward  # inspect.signature follows it
+
+    def get_class(self: nn.Module) -> type:
+        asked_by: str = sys._getframe(1).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage]
+        return original if type(self) is managed and asked_by.startswith(_MAKES_CLASSES) else type(self)
+
+    def assign_class(self: nn.Module, kind: type) -> None:
+        before = type(self)
+        _set_class(self, kind)
+        if before is managed and id(self) in runners and not hasattr(kind, "_actmem_runners"):
+            install(self, runners[id(self)], classes)  # kept here too: a call may be in progress
+            names: dict[str, Any] = {**vars(managed)}
+            for name, value in names.items():  # notes that others left on the class
+                if name not in vars(type(self)):
+                    setattr(type(self), name, value)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        exchanged = _Exchanged(self, original)
+        with exchanged.unless_kept():
+            registered: Any = copyreg.dispatch_table.get(original)
+            found: Any = self.__reduce_ex__(protocol) if registered is None else registered(self)  # may be a name
+            return exchanged.kept_by_items(*found) if found[0] in _CHECKED else found
+
+    def hidden(method: Any) -> Any:
+        def run(self: Any, *args: Any) -> Any:
+            with _Exchanged(self, original).unless_kept():
+                return method(self, *args)
+
+        return run
+
+    names = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "__class__": property(get_class, assign_class),
+        "__reduce_ex__": reduce,
+        "__deepcopy__": hidden(copy.deepcopy),
+        "__copy__": hidden(copy.copy),
+        "forward": forward,
+        "_actmem_runners": runners,
+        "_actmem_original": original,
+    }
+    # type.__new__ by name: else a metaclass of the user's would be called. An ABC needs a cache of its own.
+    kind: Any = original.__class__
+    if issubclass(original, GraphModule):  # writes the forward of the graph to its own class
+        names["recompile"] = hidden(original.recompile)
+    make: Any = ABCMeta.__new__ if issubclass(kind, ABCMeta) else type.__new__
+    managed: Any = make(kind, original.__name__, (_Untold, original), names)
+    managed.__bases__ = (original,)
+    return managed
+
+
+class _Exchanged:
+    """A block under another class until this is closed, iterated over (as the list items of a pickle) or forgotten."""
+
+    def __init__(self, block: object, kind: type) -> None:
+        self._block: object = block
+        self._kind, self._before = kind, type(block)
+        self._is_kept = False
+        self._items: Iterator[Any] = iter(())
+        _set_class(block, kind)
+
+    @contextlib.contextmanager
+    def unless_kept(self) -> Generator[None]:
+        try:
+            yield
+        finally:
+            if not self._is_kept:
+                self.close()
+
+    def kept_by_items(self, func: Any, args: Any, state: Any = None, items: Any = None, *rest: Any) -> tuple[Any, ...]:
+        """Return what `__reduce_ex__` returned, wrapped so that the swap ends once its list items have been read."""
+        self._is_kept, self._items = True, items or self._items
+        return func, args, state, self, *rest
+
+    def __iter__(self) -> _Exchanged:
+        return self
+
+    def __next__(self) -> Any:
+        self.close()
+        return next(self._items)
+
+    def close(self) -> None:
+        """Give the block its class back, unless it was given another in the meantime."""
+        if type(self._block) is self._kind:
+            _set_class(self._block, self._before)
+        self._block = None
+
+    __del__ = close
+
+
+class _Untold:
+    """The first base while a class is made: it keeps `__init_subclass__` of the others from running."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
+def _forward(original: Any, family: BlockFamily, runners: dict[int, BlockRunner]) -> Any:
+    """Return the forward of applied blocks. It looks up the original one each time, because that may be replaced."""
+    context = family.traced
+    is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+
+    @never_compile
+    def run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runner = runners.get(id(self))
+        if runner is None:
+            # A replica, as DataParallel makes them, has no runner of its own; other instances of the class run plain.
+            if not hasattr(self, "_is_replica"):
+                return original.forward(self, *args, **kwargs)
+            runner = next(iter(runners.values()))
+        return runner.run(self, original.forward, args, kwargs)
+
+    @never_compile
+    def given_up(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (runner := runners.get(id(self))) is not None:
+            runner.given_up = True
+        return run(self, args, kwargs) if is_grad_enabled() else original.forward(self, *args, **kwargs)
+
+    @apart_from_graphs
+    def refuse(self: nn.Module) -> Any:
+        raise UnsupportedError(
+            f"{runners[id(self)].path} is compiled, and its plan {family.refused}, which no compiled graph does. "
+            "Keep the block out of graphs: actmem.apply(..., engine='tape'), or choose another mode."
+        )
+
+    apart = apart_from_graphs(run)
+
+    def traced(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not is_compiling():
+            return given_up(self, args, kwargs)  # see NOTE [ Under torch.compile ]
+        if not (self.training and is_grad_enabled() and family.active) or family.verdicts_keep_everything:
+            return original.forward(self, *args, **kwargs)
+        if family.refused:
+            return refuse(self)
+        if not family.traceable:
+            return apart(self, args, kwargs)
+        # A graph break inside a `try` makes Dynamo give up this frame, and only then can the tape have it.
+        try:
+            return checkpoint(original.forward, self, *args, use_reentrant=False, context_fn=context, **kwargs)
+        finally:
+            pass
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return traced(self, args, kwargs)
+        if is_grad_enabled():
+            return run(self, args, kwargs)
+        return original.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def applied_runner(block: nn.Module) -> BlockRunner | None:
+    """Return the runner of an applied block, or None."""
+    runners: dict[int, BlockRunner] = getattr(type(block), "_actmem_runners", {})
+    runner = runners.get(id(block))
+    return runner if runner is not None and runner.active else None
+
+
+def uninstall(block: nn.Module, runner: BlockRunner) -> None:
+    """Change the class of `block` back.
+
+    Where another library has subclassed the subclass itself since, what was added is disabled instead.
+    """
+    runner.active = runner.family.active = False
+    if vars(type(block)).get("_actmem_runners", {}).get(id(block)) is runner:
+        _set_class(block, vars(type(block))["_actmem_original"])
+
+
+class BlockRunner:
+    """What happens when one applied block is called."""
+
+    def __init__(
+        self,
+        path: str,
+        family: BlockFamily,
+        *,
+        engine: str,
+        cuts: dict[Any, Cut | None],
+        observed: Callable[[], None],
+        state: Callable[[], frozenset[int]],
+        reissue: bool = False,
+        offloader: Offloader | None = None,
+        offload: Offload | None = None,
+        exact: bool = False,
+    ) -> None:
+        self.path = path
+        self.family = family
+        self.verdicts = family.verdicts
+        self.engine = engine
+        """Which engine runs in eager: "tape", "checkpoint", or "none" if only a compiled graph can follow the plan."""
+        self.num_checked = 1
+        """How many of the next calls are observed, with each replay checked against a checksum."""
+        self.idle = False
+        """Nothing is left to do: the plan saves everything here, and the report has seen it."""
+        self.num_idle_calls = 0
+        """Calls with gradients on that were left alone because the block was in eval mode."""
+        self.num_without_gradient = 0
+        """Calls through which no gradient flows: neither an argument nor a parameter requires one."""
+        self.observation: Observation | None = None
+        """The latest call of the tape that was observed."""
+        self.decisions: list[Traced] | None = None
+        """What the plan said at every operator of the latest call that was observed."""
+        self.given_up = False
+        """Dynamo could not trace the block whole, so it runs in eager although it is compiled."""
+        self.active = True
+        self._observed = observed
+        """Called after each observed forward."""
+        self._state = state
+        """Returns the storages of the model's parameters and buffers."""
+        self._cuts = cuts
+        """The smallest cuts of the programs seen so far, shared by all blocks."""
+        self._offloader = offloader
+        """Offloads values, for all blocks of the model."""
+        self._offload = offload
+        self._state_storages: frozenset[int] = frozenset()
+        self._exact = exact
+        """The plan is followed to the letter. See NOTE [ Barriers ]."""
+        self._reissue = reissue
+        """Functional collectives may run again."""
+        self._cut: Cut | None = None
+        self._cut_shapes: Any = None
+        """The argument shapes for which the cut is the smallest: for others it may hold more than plain training."""
+        self._nested: frozenset[int] = frozenset()
+        hand_out_parameters()
+
+    @never_compile
+    def run(self, block: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the block's own forward, under an engine if this call needs one.
+
+        Where Dynamo gave up on the block, it must stay out of everything inside too: the tape could not see into it.
+        """
+        if not self.active or self.idle:
+            return forward(block, *args, **kwargs)
+        if not block.training:
+            self.num_idle_calls += 1
+            return forward(block, *args, **kwargs)
+        inputs = list(tensors(args, kwargs))
+        if not any(t.requires_grad for t in inputs) and not any(p.requires_grad for p in block.parameters()):
+            self.num_without_gradient += 1
+            return forward(block, *args, **kwargs)
+        self._refuse(kwargs)
+        if self.engine == "checkpoint":
+            return self._run_twice(block, forward, args, kwargs)
+        if not self.num_checked:
+            return self._record(block, forward, args, kwargs, inputs, None)
+        self.num_checked -= 1
+        self.given_up |= getattr(block, "_compiled_call_impl", None) is not None
+        self.idle = not self.num_checked and self.verdicts.keeps_everything
+        self._nested = _fsdp_units(block)
+        self._state_storages = self._state()
+        self.observation = Observation(self._state_storages)
+        out = self._record(block, forward, args, kwargs, inputs, self.observation)
+        self._cut_program(self.observation, inputs)
+        self._observed()
+        return out
+
+    def _record(
+        self,
+        block: nn.Module,
+        forward: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+        observation: Observation | None,
+    ) -> Any:
+        tracer = None if observation is None else Tracer(self.verdicts, reissue=self._reissue)
+        if tracer is not None:
+            self.decisions = tracer.rows
+        tape = Tape(
+            tracer or self.verdicts,
+            observation,
+            inputs=inputs,
+            trainable=lambda: _trainable_storages(block),
+            cut=self._cut if self._cut is not None and self._cut_fits(inputs) else None,
+            reissue=self._reissue,
+            away=self._away(),
+            exact=self._exact,
+        )
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
+                if observation is not None or self._nested or self.verdicts.follows_modules:
+                    with Following(tape, block, self._nested), tape:
+                        return forward(block, *args, **kwargs)
+                with tape:
+                    return forward(block, *args, **kwargs)
+        except RuntimeError as error:
+            if "don't yet support saved tensor hooks" in str(error):
+                raise UnsupportedError(_functorch_message(self.path, "inside")) from error
+            raise
+        finally:
+            tape.close()
+
+    def _away(self) -> Away | None:
+        if self._offloader is None or self._offload is None or not self.verdicts.offloads:
+            return None
+        return Away(
+            self._offloader,
+            min_bytes=self._offload.min_bytes,
+            inputs=self.verdicts.offloads_inputs,
+            state=self._state_storages,
+            takes_from=self._offload.takes_from,
+        )
+
+    def _run_twice(self, block: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Run under torch's checkpoint, which runs the forward a second time in the backward pass."""
+        if self.verdicts.keeps_everything:
+            return forward(block, *args, **kwargs)
+        observed = self.num_checked > 0
+        if observed:
+            self.num_checked, self.decisions = self.num_checked - 1, []
+        out = run_checkpointed(self.family, forward, block, args, kwargs, self.decisions if observed else None)
+        if observed:
+            self._observed()
+        return out
+
+    def _cut_program(self, observation: Observation, inputs: list[Tensor]) -> None:
+        """Find the smallest cut of what ran. If there is one, the next call is observed too: it will hold less."""
+        by_bytes = not self.verdicts.offloads and not (self._reissue and _communicates(observation.funcs))
+        if self._cut is None and by_bytes and not self._exact:
+            self._cut_shapes = _shapes(inputs)
+            key = observation.signature()
+            if key not in self._cuts:
+                self._cuts[key] = smallest_cut(observation.rows, observation.funcs)
+            self._cut = self._cuts[key]
+            if self._cut is not None:
+                self.num_checked = max(self.num_checked, 1)
+        observation.forget_program()
+
+    def _cut_fits(self, inputs: list[Tensor]) -> bool:
+        # A checkpoint around the block counts what is saved, and wants the same number when it runs the block again.
+        return self._cut_shapes == _shapes(inputs) and outer_hooks() is None
+
+    def _refuse(self, kwargs: dict[str, Any]) -> None:
+        if self.engine == "none":
+            raise UnsupportedError(
+                f"{self.path} runs in eager, and CompilerBudget is a setting of torch.compile that does nothing there. "
+                "Compile the model: model.compile(), or choose a mode of actmem's own, such as actmem.Full()."
+            )
+        if functorch_transform() == "Grad":
+            raise UnsupportedError(_functorch_message(self.path, "around"))
+        if self.engine == "checkpoint":
+            for name in ("past_key_values", "past_key_value", "cache_params"):
+                if kwargs.get(name) is not None:
+                    raise UnsupportedError(
+                        f"{self.path} is given {name}, a cache that its forward writes to, and torch's checkpoint "
+                        "would run that forward twice. Leave engine='checkpoint' out (the tape runs it once), or call "
+                        "the model with use_cache=False."
+                    )
+
+
+def _communicates(funcs: list[Any]) -> bool:
+    """Return whether a program runs a collective that a replay may issue again."""
+    found = (DESCRIBED.get(id(f)) for f in funcs)
+    return any(operator is not None and operator.reissued for operator in found)
+
+
+def _trainable_storages(block: nn.Module) -> frozenset[int]:
+    return frozenset(storages_of([p for p in block.parameters() if p.requires_grad]))
+
+
+def _shapes(inputs: list[Tensor]) -> list[Any]:
+    return [t.shape for t in inputs if not t.is_nested]
+
+
+def _functorch_message(path: str, where: str) -> str:
+    return (
+        f"torch.func.grad runs {where} {path}, and functorch does not let anything see what autograd saves there "
+        "(torch.utils.checkpoint fails in the same place). Use torch.autograd.grad instead, or leave this block out: "
+        "blocks='...'."
+    )
+
+
+def _fsdp_units(block: nn.Module) -> frozenset[int]:
+    """Return the modules inside the block that FSDP shards on their own."""
+    fsdp: Any = getattr(torch.distributed, "fsdp", None)
+    if fsdp is None:
+        return frozenset()
+    kinds = tuple(
+        k for k in (getattr(fsdp, "FSDPModule", None), getattr(fsdp, "FullyShardedDataParallel", None)) if k is not None
+    )
+    return frozenset(id(m) for m in block.modules() if m is not block and isinstance(m, kinds))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a distributed tensor that lies on this rank, or the tensor itself if it is not distributed."""
+    return getattr(tensor, "_local_tensor", tensor)

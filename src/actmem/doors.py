@@ -1,0 +1,37 @@
+"""Load the names of a room when they are first asked for.
+
+A room whose parts cost different amounts to import (torch, the solver, the page's libraries) gives its names out one by
+one: `import actmem` loads no torch, and `actmem explain` answers without it.
+"""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from sys import modules
+
+__all__ = ["on_first_use"]
+
+
+def on_first_use(room: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package that imports a name when it is first asked for.
+
+    >>> get, _ = on_first_use("actmem", {"actmem.errors": "ActmemError ModeError"})
+    >>> get("ModeError").__name__
+    'ModeError'
+
+    Args:
+        room: the name of the package.
+        homes: for each module, the names that it has.
+    """
+    home = {name: module for module, names in homes.items() for name in names.split()}
+
+    def get(name: str) -> object:
+        if name not in home:
+            raise AttributeError(f"module {room!r} has no attribute {name!r}")
+        value = getattr(import_module(home[name]), name)
+        setattr(modules[room], name, value)
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(modules[room]), *home})
+
+    return get, names

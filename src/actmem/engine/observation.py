@@ -1,0 +1,292 @@
+"""Observe what a block ran and in which module, and find the least that must be held.
+
+The first step settles each debt as it comes (NOTE [ Barriers ]): greedily, without knowing what will be saved next.
+From the second step on the program is known, and with it the cheapest way to separate what is never replayed from what
+autograd saves: a minimum cut, in which cutting a value costs its bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from actmem.engine.operators import Operator
+from actmem.engine.values import Value
+from actmem.torchcompat import named_modules, storage_key
+
+__all__ = ["Cut", "Following", "Observation", "ObservedOperator", "Place", "smallest_cut"]
+
+
+class ObservedOperator:
+    """One value: where it was made, how large it is, and what became of it."""
+
+    __slots__ = (
+        "cause",
+        "copied",
+        "dtype",
+        "held",
+        "index",
+        "kind",
+        "module",
+        "num_bytes",
+        "offloaded",
+        "op",
+        "overwritten",
+        "parents",
+        "replayed",
+        "saved",
+        "shape",
+        "storage",
+        "why",
+    )
+
+    def __init__(self, module: str, op: str, kind: str, tensor: torch.Tensor, num_bytes: int, why: str | None) -> None:
+        self.module = module
+        """Path of the module inside the block; "" is the block's own forward."""
+        self.op = op
+        self.kind = kind
+        """"made" by an operator, a parameter or buffer ("state"), or any other "input"."""
+        self.shape = () if tensor.is_nested else tuple(tensor.shape)  # a strided nested tensor has none
+        self.dtype = str(tensor.dtype).removeprefix("torch.")
+        self.num_bytes = num_bytes
+        self.why = why
+        """None if the value may be replayed, "save" if the plan keeps it, else the reason why it is never replayed."""
+        self.saved = False
+        """Autograd saved it."""
+        self.held = False
+        """It was alive after the forward pass."""
+        self.replayed = 0
+        self.cause: str | None = None
+        """For a value that is held instead of one that is never replayed: why that one is not."""
+        self.index = -1
+        """Position of its operator in the block call; -1 if it came from outside."""
+        self.copied = False
+        """It was copied before an operator overwrote it, because a replay may still need it."""
+        self.offloaded = False
+        """It was offloaded when the forward was over."""
+        self.overwritten = False
+        """A later operator wrote to its storage."""
+        self.storage: weakref.ref[Any] | None = None
+        """The storage that it is on. Blocks may share one; weak references to one object are one object themselves."""
+        self.parents: tuple[ObservedOperator, ...] = ()
+        """The values that a replay of its operator reads."""
+
+    def __str__(self) -> str:
+        where = f"{self.module or 'the block'} " if self.kind == "made" else ""
+        return f"{where}{self.op} {list(self.shape)} {self.dtype}"
+
+
+class Observation:
+    """The rows of one block call."""
+
+    def __init__(self, state: frozenset[int]) -> None:
+        self._state = state
+        """Storages of the model's parameters and buffers, which are alive whatever the tape holds."""
+        self.rows: list[ObservedOperator] = []
+        self.funcs: list[Any] = []
+        """The operators of the call, in order, without views."""
+        self._values: list[tuple[weakref.ref[Value], ObservedOperator]] = []
+        self._handles: list[tuple[weakref.ref[Any], ObservedOperator]] = []
+
+    def begin(self, func: Any) -> None:
+        """Note that an operator ran."""
+        self.funcs.append(func)
+
+    def made(self, value: Value, operator: Operator, module: str, tensor: torch.Tensor) -> None:
+        """Note a value that an operator made."""
+        row = ObservedOperator(module, operator.name, "made", tensor, tensor.untyped_storage().nbytes(), value.why)
+        row.index = len(self.funcs) - 1
+        if value.node is not None:
+            row.parents = value.node.parents
+        self._add(value, row)
+
+    def special(self, operator: Operator, never: str | None, writes: Any, unread: Any, coverage: Any) -> None:
+        """Note a call that writes, draws or is never replayed. For whoever wants to know how values came about."""
+
+    def given(self, value: Value, tensor: torch.Tensor, num_bytes: int) -> None:
+        """Note a value that came from outside."""
+        origin = tensor if tensor._base is None else tensor._base  # pyright: ignore[reportPrivateUsage]
+        kind = "state" if storage_key(tensor.untyped_storage()) in self._state else "input"
+        parameter = isinstance(origin, torch.nn.Parameter) or (origin.is_leaf and origin.requires_grad)
+        name = ("parameter" if parameter else "buffer") if kind == "state" else "input"
+        self._add(value, ObservedOperator("", name, kind, tensor, num_bytes, value.why))
+
+    def _add(self, value: Value, row: ObservedOperator) -> None:
+        value.row = row
+        row.storage = value.storage
+        self.rows.append(row)
+        self._values.append((weakref.ref(value), row))
+
+    def saved(self, value: Value, handle: Any) -> None:
+        """Note that autograd saved a value."""
+        if value.row is not None:
+            self._handles.append((weakref.ref(handle), value.row))
+
+    def settle(self) -> None:
+        """Note what is saved and held now, when only handles keep values alive.
+
+        Done when the forward is over, and again when backward begins: a branch without a gradient dies in between.
+        """
+        for row in self.rows:
+            row.saved = row.held = False
+        for reference, row in self._handles:
+            handle = reference()
+            if handle is not None:
+                (handle.value.row or row).saved = True
+        for reference, row in self._values:
+            value = reference()
+            row.held = value is not None and value.held is not None
+            if row.held and value is not None and row.why is None:
+                row.why = value.why
+
+    def signature(self) -> Any:
+        """Return a key that is equal for calls that ran the same program on values of the same size."""
+        return tuple(self.funcs), tuple((r.num_bytes, r.why, r.saved, r.held) for r in self.rows)
+
+    def forget_program(self) -> None:
+        """Keep the rows, and drop the links between them."""
+        self.funcs.clear()
+        for row in self.rows:
+            row.parents = ()
+
+
+_current = threading.local()
+
+
+class _Follower(Protocol):
+    """Something that is told where the program is."""
+
+    address: str
+
+    def keep_outputs(self, out: Any) -> None: ...
+
+
+class Place:
+    """Nothing but the path of the module that runs."""
+
+    def __init__(self) -> None:
+        self.address = ""
+
+    def keep_outputs(self, out: Any) -> None:
+        """Do nothing: whoever only wants to know the place keeps nothing."""
+
+
+class Following:
+    """Keep `follower.address` at the path of the module that runs, while entered."""
+
+    def __init__(self, follower: _Follower, block: nn.Module, nested: frozenset[int] = frozenset()) -> None:
+        self._follower = follower
+        self._paths = {id(m): name for name, m in named_modules(block)}
+        self._nested = nested
+        """Modules whose outputs the follower is asked to keep, by id."""
+        self._stack: list[str] = []
+        self._handles: list[Any] = []
+        self._outer: _Follower | None = None
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_current, "follower", None)
+        _current.follower = self._follower
+        self._handles = [
+            module_hooks.register_module_forward_pre_hook(self._before),
+            module_hooks.register_module_forward_hook(self._after, always_call=True),
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        _current.follower = self._outer
+
+    def _before(self, module: nn.Module, _: Any) -> None:
+        if getattr(_current, "follower", None) is self._follower:  # hooks are global; other threads run modules too
+            self._stack.append(self._follower.address)
+            self._follower.address = self._paths.get(id(module), self._follower.address)
+
+    def _after(self, module: nn.Module, _: Any, out: Any) -> None:
+        if getattr(_current, "follower", None) is self._follower and self._stack:
+            if id(module) in self._nested:
+                self._follower.keep_outputs(out)
+            self._follower.address = self._stack.pop()
+
+
+_FREE = (None, "external", "barrier")
+
+
+class Cut:
+    """Which values to hold, by the position of their operator in a call that runs the same operators."""
+
+    __slots__ = ("funcs", "hold")
+
+    def __init__(self, funcs: tuple[Any, ...], hold: dict[int, str]) -> None:
+        self.funcs = funcs
+        self.hold = hold
+        """Position -> why: "save" if only values that the plan keeps precede it, else "cut"."""
+
+
+def smallest_cut(rows: Sequence[ObservedOperator], funcs: Sequence[Any]) -> Cut | None:
+    """Return the cut if it holds fewer bytes than the first step held, else None.
+
+    Args:
+        rows: the values of an observed call.
+        funcs: the operators of that call, in order.
+    """
+    given = [r for r in rows if (r.kind == "made" and r.why not in _FREE) or r.why == "unseen"]
+    paid = sum(r.num_bytes for r in rows if r.held and (r.why == "barrier" or r in given))
+    children: dict[int, list[ObservedOperator]] = {}
+    for r in rows:
+        for parent in r.parents:
+            children.setdefault(id(parent), []).append(r)
+    below = _reach(given, lambda r: children.get(id(r), []))
+    wanted = [r for r in rows if r.saved and id(r) in below]
+    if not paid or not wanted:
+        return None
+    # Imported here because it is slow to import and few programs need it.
+    networkx: Any = importlib.import_module("networkx")
+    graph: Any = networkx.DiGraph()
+    above = _reach(wanted, lambda r: r.parents)
+    source, sink = "source", "sink"
+    for r in rows:
+        if id(r) not in below or id(r) not in above:
+            continue
+        # A version that is overwritten later would have to be copied, and one without an operator cannot be named.
+        fixed = r.overwritten or r.index < 0
+        graph.add_edge((id(r), 0), (id(r), 1), **({} if fixed else {"capacity": r.num_bytes}))
+        for parent in r.parents:
+            if id(parent) in below:
+                graph.add_edge((id(parent), 1), (id(r), 0))
+    for r in given:
+        if id(r) in above:
+            graph.add_edge(source, (id(r), 0))
+    for r in wanted:
+        graph.add_edge((id(r), 1), sink)
+    try:
+        cost, (near, _) = networkx.minimum_cut(graph, source, sink)
+    except (networkx.NetworkXUnbounded, networkx.NetworkXError):
+        return None
+    if cost >= paid:
+        return None
+    by_id = {id(r): r for r in rows}
+    cut = [by_id[n[0]] for n in near if n != source and n[1] == 0 and (n[0], 1) not in near]
+    forced = _reach([r for r in given if r.why != "save"], lambda r: children.get(id(r), []))
+    # Several outputs of one operator are held together or not at all: the tape asks once per operator.
+    return Cut(tuple(funcs), {r.index: "cut" if id(r) in forced else "save" for r in cut})
+
+
+def _reach(
+    rows: Sequence[ObservedOperator], step: Callable[[ObservedOperator], Sequence[ObservedOperator]]
+) -> set[int]:
+    seen = {id(r) for r in rows}
+    stack = list(rows)
+    while stack:
+        for r in step(stack.pop()):
+            if id(r) not in seen:
+                seen.add(id(r))
+                stack.append(r)
+    return seen

@@ -1,0 +1,497 @@
+"""From a budget to a plan: profile, solve, write down, check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actmem.devices import Device
+from actmem.errors import BudgetError, ModeError
+from actmem.modes import Full, Selective, every_second
+from actmem.plan import FitRecord, Plan
+from actmem.planner.rules_writer import ANY, loosened, write_rules
+from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, really_kept, solve
+from actmem.profiles import Profile
+from actmem.profiling import called_as, check_step, profiles
+from actmem.settings import STORES, Offload
+from actmem.simulation import (
+    Simulated,
+    cost_seconds,
+    decisions,
+    follow,
+    is_accelerator,
+    lowering,
+    peak_words,
+    resolved,
+    simulate,
+    step_seconds,
+)
+from actmem.structure import check_module
+from actmem.units import parse_budget, size
+
+__all__ = ["Allowance", "allowance", "fit", "fit_profile", "fit_profiles", "named_keeps", "refusal"]
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """How many bytes a plan may use."""
+
+    asked_bytes: int
+    """The budget as requested."""
+    headroom: float
+    """The fraction of it that is reserved for the allocator."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """What is left for tensors."""
+        return int(self.asked_bytes * (1 - self.headroom))
+
+
+def fit(
+    model: nn.Module,
+    example: dict[str, Any] | tuple[Any, ...] | None = None,
+    *,
+    budget: str | int | float,
+    step: Callable[[], object] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    device: Device | str | None = None,
+    offload: str | Offload | None = None,
+    optimizer: str | None = "adamw",
+    optimizer_dtype: torch.dtype | None = None,
+    microbatches: int = 1,
+    shard: int = 1,
+    examples: Sequence[dict[str, Any] | tuple[Any, ...]] = (),
+    headroom: float | None = None,
+    blocks: str | Sequence[str] | None = None,
+    scope: Sequence[str] | None = None,
+    routing: str = "balanced",
+    fake: bool = True,
+    time_limit: float = TIME_LIMIT,
+) -> Plan:
+    """Find the plan that trains fastest within a memory budget, and say how far from the best possible it may be.
+
+    The budget counts every tensor that is alive in a step, as `measure` does: parameters, gradients, optimizer state,
+    activations and temporaries. The model is not changed: `apply(model, plan)` does that.
+
+    Args:
+        model: the model, in training mode; it may be on the meta device.
+        example: a batch: a dict for `model(**example)`, or a tuple for `model(*example)`.
+        budget: such as "20GiB", a number of bytes, or a fraction of the device's memory, such as 0.9.
+        step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
+            `loss`, `optimizer`, `optimizer_dtype`, `microbatches`, `shard` and `examples` cannot be combined with it.
+        loss: a function of the output; by default `output.loss`, or the output itself if it is a scalar.
+        device: whose speed to plan for, and whose memory a fraction is of: such as "h100-80gb". Default: this machine.
+        offload: "host" or "disk", or an `Offload`, if values may be offloaded. None keeps them.
+        optimizer: the optimizer to count: "adamw", "adam", "sgd", or None for none.
+        optimizer_dtype: the dtype of its state, if it is not that of the parameters.
+        microbatches: how many batches gradients are accumulated over.
+        shard: over how many ranks FSDP2 divides parameters, gradients and optimizer state.
+        examples: several batches; the plan holds for each of them.
+        headroom: the part of the budget to leave to the allocator. Default: 0.05 on an accelerator, else 0.
+        blocks: where the blocks are, as for `apply`.
+        scope: the towers whose blocks to take, as for `apply`.
+        routing: what to assume about routers: "balanced" or "worst".
+        fake: profile on tensors without bytes. Otherwise a real step is run, twice, and where no other device is named
+            the plan uses its measured times.
+        time_limit: an emergency brake: seconds after which the solver is stopped. The best plan found by then is
+            returned, and says so. Otherwise the same inputs give the same plan, however long it takes.
+
+    Returns:
+        The plan. `plan.predicted` has its peak, its step time and the proven bound.
+
+    Raises:
+        BudgetError: no plan fits. The message has the smallest peak that is possible, and what would help.
+        ModeError: an argument is not permitted.
+
+    >>> import actmem
+    >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
+    >>> plan = actmem.fit(model, (torch.randn(512, 64),), loss=torch.sum, budget="1100KiB", device="h100-80gb")
+    >>> plan.predicted.peak_bytes <= 1100 * 2**10
+    True
+    >>> sgd, batch = torch.optim.SGD(model.parameters()), torch.randn(512, 64)
+    >>> def train():
+    ...     sgd.zero_grad()
+    ...     for half in batch.chunk(2):
+    ...         model(half).sum().backward()
+    ...     sgd.step()
+    >>> plan = actmem.fit(model, step=train, budget="512KiB", device="h100-80gb")
+    >>> plan.predicted.peak_bytes <= 2**19, plan.predicted.calls
+    (True, (('input float32 [256, 64]',),))
+    """
+    check_module(model)
+    batches = [*examples] if example is None else [example, *examples]
+    if step is not None and examples:
+        check_step(step, "examples")
+    if step is None and not batches:
+        raise ModeError(
+            "there is no example to plan for. Give a batch, actmem.fit(model, batch, budget=...), or a function that "
+            "runs one training step, actmem.fit(model, step=train, budget=...)."
+        )
+    for batch in batches:
+        if not isinstance(batch, (dict, tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
+            raise ModeError(
+                f"an example is a {type(batch).__name__}. Expected a dict for model(**example), or a tuple for "
+                "model(*example): write (batch,)."
+            )
+    if not time_limit > 0:
+        raise ModeError(f"time_limit = {time_limit!r} is not permitted. Expected a number of seconds above 0.")
+    known = resolved(device, {str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    allowed = allowance(budget, known, headroom)  # a wrong budget is refused before the model is profiled
+    what = "batch" if step is None else "step=step"
+    with called_as(f"actmem.fit(model, {what}, budget=..., fake=False)"):
+        found = profiles(
+            model,
+            batches,
+            step=step,
+            loss=loss,
+            fake=fake,
+            blocks=blocks,
+            scope=scope,
+            routing=routing,
+            optimizer=optimizer,
+            optimizer_dtype=optimizer_dtype,
+            microbatches=microbatches,
+            shard=shard,
+        )
+    return fit_profiles(found, allowed, known, offload=offload, time_limit=time_limit)
+
+
+def allowance(budget: str | int | float, known: Device, headroom: float | None = None) -> Allowance:
+    """Resolve a budget on a device.
+
+    >>> from actmem.devices import device
+    >>> allowance("72GiB", device("h100-80gb"))
+    Allowance(asked_bytes=77309411328, headroom=0.05)
+
+    Raises:
+        ModeError: the budget or the headroom is not permitted.
+    """
+    if headroom is None:
+        headroom = 0.05 if is_accelerator(known) else 0.0
+    if not 0 <= headroom < 1:
+        raise ModeError(f"headroom = {headroom!r} is not permitted. Expected a number from 0 to below 1, such as 0.05.")
+    return Allowance(parse_budget(budget, device_bytes=known.memory_bytes), headroom)
+
+
+def fit_profiles(
+    profiles: Sequence[Profile],
+    allowed: Allowance,
+    known: Device,
+    *,
+    offload: str | Offload | None = None,
+    time_limit: float = 20.0,
+) -> Plan:
+    """Find the plan for existing profiles, as `fit_profile` does, and describe its peak in words."""
+    plan = fit_profile(
+        profiles, allowed.budget_bytes, known, offload=offload, headroom=allowed.headroom, time_limit=time_limit
+    )
+    predicted = plan.predicted
+    assert predicted is not None
+    chief = next(p for p in profiles if p.shapes == predicted.shapes)
+    words = peak_words(chief, plan, accelerator=is_accelerator(known))
+    return replace(plan, predicted=replace(predicted, peak_words=words))
+
+
+def fit_profile(
+    profiles: Sequence[Profile],
+    budget_bytes: int,
+    known: Device,
+    *,
+    offload: str | Offload | None = None,
+    headroom: float = 0.0,
+    time_limit: float = TIME_LIMIT,
+    named: Sequence[Keeps] | None = None,
+) -> Plan:
+    """Find the plan for existing profiles: the one with the highest plain peak decides.
+
+    Args:
+        profiles: one for each batch that the plan is to hold for.
+        budget_bytes: the most bytes that may be alive.
+        known: whose speed to take, by its roofline; for this machine, what a real profile measured.
+        offload: where values may be sent.
+        headroom: what was taken off the budget, to be recorded.
+        time_limit: seconds after which the solver is stopped.
+        named: what `named_keeps` returned for the profile, if several budgets are tried on it.
+    """
+    chief = profiles[0]
+    if len(profiles) > 1:
+        chief = max(profiles, key=lambda p: simulate(p, _everything(p), exact=True).peak_bytes)
+    seconds = cost_seconds(chief, known)
+    whole = step_seconds(chief, seconds)
+    least_bytes = 2 * _largest_value_bytes(chief)
+    where = _offload(offload, known, max(2**21, budget_bytes // 32, least_bytes))
+    link = None if where is None else _link(where, known, least_bytes)
+
+    def best(target_bytes: int, candidates: Sequence[Keeps]) -> Solution:
+        return solve(
+            chief,
+            seconds,
+            target_bytes,
+            step_seconds=whole,
+            offload=link,
+            candidates=candidates,
+            time_limit=time_limit,
+        )
+
+    few = len(chief.layers) <= _FEW_LAYERS
+    target_bytes = budget_bytes
+    while True:
+        solution = best(target_bytes, (named or named_keeps(chief)) if few else ())
+        if not few and (not solution.feasible or solution.gap > _NEAR):
+            named = named or named_keeps(chief)
+            if not solution.feasible or any(_is_faster(chief, k, seconds, target_bytes, solution) for k in named):
+                again = best(target_bytes, named)
+                solution = replace(again, time_limit_hit=again.time_limit_hit or solution.time_limit_hit)
+        solution = _same_each_time(chief, solution, seconds, whole, target_bytes)
+        if not solution.feasible:
+            text = refusal(
+                chief,
+                solution,
+                budget_bytes,
+                offloaded=where is not None,
+                headroom=headroom,
+                accelerator=is_accelerator(known),
+            )
+            raise BudgetError(text)
+        plan, found = _written(chief, solution.keeps, target_bytes, budget_bytes, where)
+        if found.peak_bytes <= budget_bytes:
+            break
+        # The solver treats layers as independent. Copies that one makes for another come on top: leave room for them.
+        target_bytes -= found.peak_bytes - budget_bytes
+    _check_peaks(plan, [p for p in profiles if p is not chief], chief, budget_bytes)
+    return replace(plan, predicted=_predicted(chief, solution, found, budget_bytes, known, whole, headroom))
+
+
+def _written(
+    chief: Profile, keeps: Keeps, target_bytes: int, budget_bytes: int, where: Offload | None
+) -> tuple[Plan, Simulated]:
+    """Write decisions as rules, few if that changes nothing; return the plan and the step that follows it."""
+    simulated = simulate(chief, keeps, exact=True)
+    written: list[tuple[Plan, Simulated]] = []
+    for wanted in (loosened(chief, keeps, simulated.replayed, simulated.held), keeps):
+        plan = Plan(
+            write_rules(chief, wanted),
+            chief.blocks,
+            chief.fingerprint,
+            f"fit(budget={budget_bytes})",
+            where if any("offload" in keep for keep in wanted) else None,
+            exact=True,
+        )
+        said = decisions(chief, plan)
+        if not _is_said(chief, wanted, said):
+            continue  # calls of one block with different needs: rules are for blocks
+        found = follow(chief, plan, keeps=said)
+        written.append((plan, found))
+        # What nothing depends on may matter after all where operators write to each other's results.
+        if found.peak_bytes <= target_bytes and found.replayed == simulated.replayed:
+            break
+    if not written:
+        raise AssertionError(
+            "the rules do not say what was planned. Please report this, with the model and the budget."
+        )
+    return written[-1]
+
+
+def _is_faster(p: Profile, keeps: Keeps, seconds: Sequence[float], budget_bytes: int, solution: Solution) -> bool:
+    """Return whether decisions fit the budget and take less time than a solution."""
+    found = simulate(p, keeps, exact=True)
+    again = sum(seconds[cost] for cost in _replayed(p, found))
+    return found.peak_bytes <= budget_bytes and again < solution.replay_seconds + solution.stall_seconds
+
+
+def _replayed(p: Profile, found: Simulated) -> list[int]:
+    """Return the costs of the calls that are run again."""
+    return [p.layers[n].calls[c].cost for n, calls in enumerate(found.replayed) for c in calls]
+
+
+_FEW_LAYERS = 48
+"""Up to this many layers the named modes are tried first; with more, only where the solver leaves a gap."""
+_NEAR = 5e-4
+
+
+def _everything(p: Profile) -> Keeps:
+    return [["save"] * len(layer.calls) for layer in p.layers]
+
+
+def named_keeps(p: Profile) -> list[Keeps]:
+    """Return what the named modes hold: the plan must be no worse than any of them."""
+    modes = (
+        Full(),
+        Selective(save=["attention"]),
+        Selective(save=["attention", every_second("matmul|convolution")]),
+        Selective(save=["attention", "matmul", "grouped_matmul"]),
+    )
+    found: list[Keeps] = []
+    for mode in modes:
+        plan = Plan(mode.rules(), p.blocks, p.fingerprint, repr(mode))
+        found.append(really_kept(p, decisions(p, plan), follow(p, plan).held))
+    return found
+
+
+def _offload(offload: str | Offload | None, known: Device, in_flight_bytes: int) -> Offload | None:
+    """Return where values go. What two blocks send depends on the plan, so a plan for a budget has a fixed number."""
+    if offload is None:
+        return None
+    if isinstance(offload, Offload):
+        return offload if offload.in_flight_bytes is not None else replace(offload, in_flight_bytes=in_flight_bytes)
+    if offload not in STORES:
+        raise ModeError(f"offload = {offload!r} is not known. Permitted: 'host', 'disk', an Offload, or None.")
+    if not STORES[offload].frees_host_memory and not is_accelerator(known):
+        raise ModeError(
+            "offload = 'host' does nothing on a CPU: its tensors are in host memory already. Write offload='disk'."
+        )
+    return Offload(to=offload, min_bytes=0, in_flight_bytes=in_flight_bytes)
+
+
+def _link(offload: Offload, known: Device, least_bytes: int) -> Link:
+    """Return the link, with what may be in flight on the device."""
+    rate = known.offload_rate(offload.to)
+    assert offload.in_flight_bytes is not None
+    return Link(rate, rate, max(offload.in_flight_bytes, least_bytes))
+
+
+def _largest_value_bytes(p: Profile) -> int:
+    kinds = {layer.kind: layer for layer in p.layers}.values()
+    return max((v.num_bytes for layer in kinds for v in layer.values if v.call >= 0), default=0)
+
+
+def _same_each_time(
+    p: Profile, solution: Solution, seconds: Sequence[float], whole: float, budget_bytes: int
+) -> Solution:
+    """Give a block that is called more than once in a step the same decisions each time, as rules do.
+
+    The candidates are what the solution decides for each of the calls, and what it saves in all of them. The fastest
+    that fits is taken. A block that does not run the same operators each time is saved or recomputed as a whole. The
+    bound stays: it holds for plans that may decide differently each time, and so for these.
+    """
+    groups: dict[str, list[int]] = {}
+    for n, layer in enumerate(p.layers):
+        groups.setdefault(layer.path, []).append(n)
+    most = max((len(group) for group in groups.values()), default=1)
+    if not solution.feasible or most == 1:
+        return solution
+    best: Solution | None = None
+    for nth in range(-1, most):
+        keeps: Keeps = [[]] * len(p.layers)
+        for group in groups.values():
+            each = [solution.keeps[n] for n in group]
+            if len({tuple(call.op for call in p.layers[n].calls) for n in group}) > 1:
+                whole_block = "save" if nth >= 0 and all(all(keep) for keep in each) else ""
+                each = [[whole_block] * len(keep) for keep in each]
+            elif nth < 0:
+                each = [[k[0] if all(k) else "" for k in zip(*each, strict=True)]] * len(group)
+            else:
+                each = [each[min(nth, len(each) - 1)]] * len(group)
+            for n, keep in zip(group, each, strict=True):
+                keeps[n] = list(keep)
+        found = simulate(p, keeps, exact=True)
+        replayed = sum(seconds[cost] for cost in _replayed(p, found))
+        tried = replace(
+            solution,
+            feasible=found.peak_bytes <= budget_bytes,
+            keeps=keeps,
+            peak_bytes=found.peak_bytes,
+            replay_seconds=replayed,
+            replayed_flops=sum(p.costs[cost].flops for cost in _replayed(p, found)),
+            sent_bytes=found.sent_bytes,
+            gap=(replayed + solution.stall_seconds - solution.bound_seconds) / whole if whole else 0.0,
+            least_peak_bytes=None,
+        )
+        if best is None or _rank(tried) < _rank(best):
+            best = tried
+    assert best is not None
+    return best
+
+
+def _rank(s: Solution) -> tuple[bool, float]:
+    return not s.feasible, s.replay_seconds if s.feasible else float(s.peak_bytes)
+
+
+def _predicted(
+    p: Profile,
+    s: Solution,
+    found: Simulated,
+    budget_bytes: int,
+    known: Device,
+    whole: float,
+    headroom: float,
+) -> FitRecord:
+    layer = found.peak_layer
+    where = f" in {p.layers[layer].path or 'the model itself'}" if layer >= 0 else ""
+    extra = s.replay_seconds + s.stall_seconds
+    return FitRecord(
+        peak_bytes=found.peak_bytes,
+        budget_bytes=budget_bytes,
+        step_time_ratio=1 + extra / whole if whole else 1.0,
+        replayed_flops=s.replayed_flops,
+        bound=1 + s.bound_seconds / whole if whole else 1.0,
+        gap=s.gap,
+        device=known.name,
+        optimizer=p.optimizer,
+        shapes=p.shapes,
+        calls=p.calls,
+        is_step=p.is_step,
+        peak_at=f"{found.peak_op}{where}",
+        headroom=headroom,
+        microbatches=p.microbatches,
+        shard=p.shard,
+        routing=p.routing,
+        modules=p.modules,
+        time_limit_hit=s.time_limit_hit,
+    )
+
+
+def _is_said(chief: Profile, keeps: Keeps, said: Keeps) -> bool:
+    """Return whether the rules say what was decided, where that makes a difference."""
+    for layer, wanted, rules_say in zip(chief.layers, keeps, said, strict=True):
+        differ = [c for c, call in enumerate(layer.calls) if call.makes and wanted[c] not in (rules_say[c], ANY)]
+        if differ and not all(layer.values[v].why for c in differ for v in layer.calls[c].makes):
+            return False
+    return True
+
+
+def _check_peaks(plan: Plan, others: Sequence[Profile], chief: Profile, budget_bytes: int) -> None:
+    """Make sure that the other batches fit too."""
+    for p in others:
+        peak = follow(p, plan).peak_bytes
+        if peak > budget_bytes:
+            raise BudgetError(
+                f"the plan that fits {', '.join(chief.shapes)} takes {peak} bytes for {', '.join(p.shapes)}, more than "
+                f"the {budget_bytes} allowed. Plan for each by itself: actmem.fit(model, batch, budget=...)."
+            )
+
+
+def refusal(p: Profile, s: Solution, budget_bytes: int, *, offloaded: bool, headroom: float, accelerator: bool) -> str:
+    """Write the message for a budget that cannot be met."""
+    simulated = simulate(p, s.keeps, exact=True, timeline=True)
+    peak = s.peak_bytes
+    layer = simulated.peak_layer
+    where = f"in {p.layers[layer].path or 'the model itself'}" if layer >= 0 else "outside the blocks"
+    rest = peak - p.base_bytes + (p.starting_gradients_bytes if p.is_step else 0)
+    parts = [f"parameters {size(p.parameters_bytes // p.shard)}"]
+    if p.buffers_bytes:
+        parts.append(f"buffers {size(p.buffers_bytes)}")
+    parts += [
+        f"optimizer state {size(p.optimizer_bytes // p.shard)} ({p.optimizer})",
+        f"gradients, activations and temporaries {size(rest)}",
+        f"of which all gradients {size(p.gradients_bytes // p.shard)}",
+    ]
+    less = f" (after {headroom:.0%} for the allocator)" if headroom else ""
+    first = (
+        f"no plan fits {size(budget_bytes)}{less}. The smallest peak is {size(peak)}, at {simulated.peak_op} {where}: "
+    )
+    lines = [first + f"{', '.join(parts)}."]
+    if s.least_peak_bytes is not None:
+        lines[0] += f" No plan of these blocks can be below {size(s.least_peak_bytes)}."
+    if s.time_limit_hit:
+        lines.append("The search was stopped by time_limit: a longer one may find a smaller peak.")
+    helps = lowering(p, s.keeps, simulated, exact=True, offloaded=offloaded, accelerator=accelerator)
+    lines += [f"What would help: {text}" for text in helps]
+    enough = math.ceil(peak / (1 - headroom) / 2**20) * 2**20
+    lines.append(f"Or allow it: budget={enough} ({size(enough)}).")
+    return "\n".join(lines)

@@ -1,0 +1,211 @@
+"""Refuse a batch, or a model that has changed, if it would break the budget, before the first block runs.
+
+NOTE [ What the guard compares ]
+A plan for an example is checked against each batch that the model is called with: one that is at most as large passes,
+and a larger one is profiled, and passes if its predicted peak does. A plan for a step of the user's own loop was made
+from all calls of the model in that step. A call passes if one of those was as large in every tensor. Any other is
+refused: the step that it belongs to is in progress, and cannot be profiled from within. How often the model is called
+in a step is not seen, nor is a step that calls only parts of the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from actmem.errors import ActmemError, BudgetError, ModeError
+from actmem.plan import Plan
+from actmem.profiling import argument_names, named_arguments, profile, shapes_of
+from actmem.simulation import follow
+from actmem.structure import Condition, condition, condition_digest, difference
+from actmem.torchcompat import FakeTensor
+from actmem.units import size
+
+__all__ = ["Guard", "Shape", "differences", "is_covered", "read_shape"]
+
+
+class Guard:
+    """A forward pre-hook of a model under a plan with a budget."""
+
+    def __init__(self, model: nn.Module, plan: Plan, loss: Callable[[Any], Tensor] | None) -> None:
+        self._plan, self._loss = plan, loss
+        assert plan.predicted is not None
+        self._planned = [read_shape(s) for s in plan.predicted.shapes]
+        self._calls = [[read_shape(s) for s in call] for call in plan.predicted.calls]
+        self._planned_for = condition(model)
+        self._is_other = plan.predicted.modules not in ("", condition_digest(model))
+        """The model differs from the one that was planned for: other modules, or other parameters trained."""
+        self._accepted: set[Any] = set()
+        self._resting = False
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a batch that would break the budget."""
+        if torch.compiler.is_compiling():
+            return  # the blocks refuse: no compiled graph keeps a budget
+        if self._resting or not model.training or not torch.is_grad_enabled():
+            return
+        if isinstance(next(model.parameters(), None), FakeTensor):
+            return  # a copy that is being profiled
+        names = argument_names(model)
+        batch = named_arguments(names, args, kwargs)
+        shapes = shapes_of(batch)
+        now = condition(model)
+        if (shapes, now) in self._accepted:
+            return
+        assert self._plan.predicted is not None
+        if self._plan.predicted.is_step:
+            self._check_call([read_shape(s) for s in shapes], now)
+            self._accepted.add((shapes, now))
+            return
+        planned = [s._replace(name=_named(s.name, names)) for s in self._planned]
+        found = [read_shape(s) for s in shapes]
+        changed = self._change(now)
+        if not changed and is_covered(found, planned):
+            self._accepted.add((shapes, now))
+            return
+        predicted = self._plan.predicted
+        assert predicted is not None
+        try:
+            peak = self._peak(model, args if not kwargs else batch, opaque=bool(kwargs) and len(args) > len(names))
+            if peak <= predicted.budget_bytes:
+                self._accepted.add((shapes, now))
+                return
+            would = f"its predicted peak is {size(peak)}"
+        except (ActmemError, RuntimeError) as error:
+            would = f"its peak cannot be predicted: {' '.join(str(error).split())[:300].rstrip('.')}"
+        if changed:
+            raise BudgetError(
+                f"the model is not as it was planned for: {changed}. With a budget of {size(predicted.budget_bytes)}, "
+                f"{would}. Plan for it as it is now: plan = actmem.fit(model, batch, budget=...)."
+            )
+        said = differences(found, planned)
+        if any(each.endswith(("is new", "is missing")) for each in said):
+            repair = "Plan with a batch as training hands it to the model: actmem.fit(model, batch, budget=...)."
+        else:
+            repair = "Plan for both: actmem.fit(model, examples=[short, long], budget=...)."
+        raise BudgetError(
+            f"the plan was made for another batch, and here {', '.join(said)}. With a budget of "
+            f"{size(predicted.budget_bytes)}, {would}. {repair}"
+        )
+
+    def _check_call(self, found: list[Shape], now: Condition | None) -> None:
+        """Refuse a call of the model unless the planned step had the same or a larger one."""
+        changed = self._change(now)
+        if not changed and any(is_covered(found, call) for call in self._calls):
+            return
+        if changed:
+            said = f"the model is not as it was planned for: {changed}"
+        elif self._calls:
+            fewest = min((differences(found, call) for call in self._calls), key=len)
+            said = f"the plan was made for a step with other batches, and here {', '.join(fewest)}"
+        else:
+            said = "the plan was made for a step that never calls the model as a whole, as it is called here"
+        assert self._plan.predicted is not None
+        raise BudgetError(
+            f"{said}. Whether it keeps its budget of {size(self._plan.predicted.budget_bytes)} is not known. Plan for "
+            "a step with the largest batch, on the model as it is now: actmem.fit(model, step=step, budget=...)."
+        )
+
+    def _change(self, now: Condition | None) -> str:
+        """Return how the model differs from the one that was planned for; "" if it does not."""
+        if self._is_other:
+            return "its modules are others, or other parameters of it are trained"
+        before = self._planned_for
+        return "" if now is None or before is None else difference(before, now)
+
+    def _peak(self, model: nn.Module, batch: Any, *, opaque: bool) -> int:
+        """Predict the step with this batch.
+
+        Raises:
+            ModeError: it is `opaque`: neither a dict nor a tuple alone could pass it to the model; or it has no loss.
+        """
+        if opaque:
+            raise ModeError("the model takes any number of arguments, and some are given by name. Give all by name.")
+        predicted = self._plan.predicted
+        assert predicted is not None
+        name, _, dtype = predicted.optimizer.partition(", ")
+        self._resting = True
+        try:
+            found = profile(
+                model,
+                batch,
+                loss=self._loss,
+                optimizer=None if name == "none" else name,
+                optimizer_dtype=getattr(torch, dtype, None),
+                blocks=",".join(path or "." for path in self._plan.blocks),
+                microbatches=predicted.microbatches,
+                shard=predicted.shard,
+                routing="worst" if predicted.routing == "worst" else "balanced",
+            )
+            return follow(found, self._plan).peak_bytes
+        finally:
+            self._resting = False
+
+
+def _named(name: str, names: list[str]) -> str:
+    """Return the name of an argument that may be known only by its position."""
+    return names[int(name)] if name.isdigit() and int(name) < len(names) else name
+
+
+class Shape(NamedTuple):
+    """One tensor of a batch."""
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} {list(self.dims)}"
+
+
+def read_shape(text: str) -> Shape:
+    """Read a tensor as a profile describes it.
+
+    >>> read_shape("input_ids int64 [1, 128]")
+    Shape(name='input_ids', dtype='int64', dims=(1, 128))
+    """
+    name, dtype, dims = text.split(" ", 2)
+    return Shape(name, dtype, tuple(int(n) for n in re.findall(r"\d+", dims)))
+
+
+def is_covered(found: Iterable[Shape], planned: Sequence[Shape]) -> bool:
+    """Return whether every tensor was planned for: by its name, with its dtype, and no smaller in any dimension."""
+    return all(any(_covers(p, shape) for p in planned) for shape in found)
+
+
+def differences(found: Sequence[Shape], planned: Sequence[Shape]) -> list[str]:
+    """List the differences, tensor by tensor: those that are new, missing, of another dtype, or of other sizes.
+
+    >>> planned = [read_shape("input_ids int64 [4, 128]"), read_shape("labels int64 [4, 128]")]
+    >>> found = [read_shape("input_ids int64 [2, 256]"), read_shape("mask bool [2, 256]")]
+    >>> differences(found, planned)
+    ['input_ids int64 [2, 256] is larger than [4, 128]', 'mask bool [2, 256] is new', 'labels is missing']
+    """
+    said: list[str] = []
+    for shape in found:
+        known = [p for p in planned if p.name == shape.name]
+        if any(_covers(p, shape) for p in known):
+            continue
+        if not known:
+            said.append(f"{shape} is new")
+        elif known[0].dtype != shape.dtype:
+            said.append(f"{shape} has another dtype than {known[0].dtype} {list(known[0].dims)}")
+        elif len(known[0].dims) != len(shape.dims):
+            said.append(f"{shape} has another number of dimensions than {list(known[0].dims)}")
+        else:
+            said.append(f"{shape} is larger than {list(known[0].dims)}")
+    present = {shape.name for shape in found}
+    return said + [f"{p.name} is missing" for p in planned if p.name not in present]
+
+
+def _covers(planned: Shape, found: Shape) -> bool:
+    return (
+        planned.name == found.name
+        and planned.dtype == found.dtype
+        and len(planned.dims) == len(found.dims)
+        and all(a <= b for a, b in zip(found.dims, planned.dims, strict=True))
+    )

@@ -1,0 +1,370 @@
+"""Trace one block for many: equal blocks are run once, and the log of that run stands for the others.
+
+NOTE [ Equal blocks ]
+On fake tensors, the second and later of several equal blocks, called with arguments of equal shapes, would do what the
+first did. So they are not run. Their outputs, and in the backward pass the gradients of their inputs, are made from
+nothing, and when the step is over the log of the first is put where theirs would be, with its storages renamed. What
+is alive is known exactly on both sides of the gap, so it is known in it.
+
+In the fake copy of the model, equal blocks are the same module: the others need no copy.
+
+Equal means: the same classes and parameters, arguments of equal shapes, and the same wherever the block that was run
+read itself (NOTE [ Equal by what is read ] in `reads.py`). A block that is called several times is always run: its
+gradients are added up, which takes different memory than creating them. So is a block if something it makes outlives it
+other than through its outputs, if an output shares storage with an input, or if it takes or returns anything other than
+tensors and plain values: then its run may change what follows.
+
+The gradients that reach the outputs must match too, in strides and in storage bytes: a gradient that is one number
+expanded, like that of `out.sum()`, frees next to nothing when the block has used it. They are known only in the
+backward pass. If those of a skipped call differ from those of its template, the log cannot be assembled, and the
+step runs again with every block.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from actmem.engine import has_bytes, put_together, take_apart
+from actmem.measuring import storages_of
+from actmem.profiles import Entry, Layer, shifted
+from actmem.profiling.chronicle import Chronicle
+from actmem.profiling.reads import Reads
+from actmem.torchcompat import without_dispatch_modes
+
+__all__ = ["Skipped", "Template", "expand", "identity", "numbers_of", "signature", "skip"]
+
+_OF_A_LAYER = frozenset(("call", "pack", "unpack", "drop", "loose", "done", "gone"))
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+def identity(block: nn.Module, kind: str) -> Any:
+    """Return a key that is equal for blocks that may do the same: only a run shows what else matters."""
+    found: list[Any] = [kind]
+    for module in block.modules():
+        held = vars(module)
+        found.append(vars(type(module)).get("_actmem_original", type(module)))
+        found.append([(n, x) for n, x in held.items() if isinstance(x, _PLAIN) and type(x) is not int])
+        found += [None if b is None else (b.shape, b.dtype) for b in held["_buffers"].values()]
+        found += [p.requires_grad for p in held["_parameters"].values() if p is not None]
+    return repr(found)
+
+
+def signature(args: Any, kwargs: Any) -> Any:
+    """Return a key that is equal for calls with equal arguments, or None if they cannot be compared."""
+    leaves: list[Any] = []
+    spec = take_apart((args, kwargs), leaves)
+    if not all(isinstance(x, (Tensor, *_PLAIN)) for x in leaves):
+        return None
+    numbers: dict[int, int] = {}
+    seen: list[Any] = []
+    for x in leaves:
+        if isinstance(x, Tensor):
+            same = numbers.setdefault(id(x.untyped_storage()), len(numbers))
+            seen.append((x.shape, x.stride(), x.dtype, x.requires_grad, same, has_bytes(x)))
+        else:
+            seen.append(x)
+    return repr(spec), repr(seen)
+
+
+class _Numbers:
+    """The numbers of a tensor that is real in a fake step: a mask, positions."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage, self._version = weakref.ref(tensor.untyped_storage()), tensor._version
+        with without_dispatch_modes():
+            self._copy = tensor.detach().clone()
+
+    def are(self, tensor: Tensor) -> bool:
+        """Return whether another tensor of the same geometry has the same numbers."""
+        if self._storage() is tensor.untyped_storage() and self._version == tensor._version:
+            return True
+        with without_dispatch_modes():
+            return torch.equal(self._copy, tensor.detach())
+
+
+def _real(args: Any, kwargs: Any) -> list[Tensor]:
+    leaves: list[Any] = []
+    take_apart((args, kwargs), leaves)
+    return [x for x in leaves if isinstance(x, Tensor) and has_bytes(x)]
+
+
+def numbers_of(args: Any, kwargs: Any) -> list[_Numbers]:
+    """Note the numbers of the arguments that have them."""
+    return [_Numbers(x) for x in _real(args, kwargs)]
+
+
+class Template:
+    """A call that was run, and stands for calls like it."""
+
+    def __init__(
+        self,
+        layer: int,
+        block: nn.Module,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        *,
+        reads: Reads,
+        numbers: list[_Numbers],
+        alive: Iterable[int],
+        chronicle: Chronicle,
+    ) -> None:
+        """Note what a call received and returned.
+
+        Args:
+            layer: number of the call.
+            block: the block of the model itself.
+            args: its arguments.
+            kwargs: the same, by name.
+            out: its result.
+            reads: what it read from its own modules.
+            numbers: those of its arguments, as `numbers_of` noted them before the call.
+            alive: storages that it made and that were still alive when it ended.
+            chronicle: the log.
+        """
+        self.layer, self._block, self._reads, self._given = layer, block, reads, numbers
+        self.inputs = _numbers(args, kwargs, chronicle)
+        leaves: list[Any] = []
+        self._spec = take_apart(out, leaves)
+        self._leaves = [_geometry(x) if isinstance(x, Tensor) else x for x in leaves]
+        self.outputs = _numbers(out, None, chronicle)
+        plain = all(isinstance(x, (Tensor, *_PLAIN)) for x in leaves)
+        self.gradients: dict[int, Any] = {}
+        """Index of an output tensor -> strides and storage bytes of its gradient."""
+        for i, x in enumerate(x for x in leaves if isinstance(x, Tensor)):
+            if x.requires_grad:
+                x.register_hook(_Noting(self.gradients, i))  # pyright: ignore[reportUnknownMemberType]
+        self.usable = plain and set(alive) <= set(self.outputs) and not set(self.outputs) & set(self.inputs)
+
+    def is_of(self, block: nn.Module) -> bool:
+        """Return whether it is a call of this block of the model itself."""
+        return self._block is block
+
+    @property
+    def changes(self) -> bool:
+        """Whether the call changed something that it read from its block."""
+        return self._reads.changed
+
+    def stands_for(self, block: nn.Module, args: Any, kwargs: Any, *, copied: nn.Module | None) -> bool:
+        """Return whether a call with arguments of the same shapes would do what this one did.
+
+        Args:
+            block: the block of the model itself.
+            args: its arguments.
+            kwargs: the same, by name.
+            copied: the module that would be run, if it is a copy for this block alone.
+        """
+        if not self.usable:
+            return False
+        if not all(mine.are(x) for mine, x in zip(self._given, _real(args, kwargs), strict=True)):
+            return False
+        if copied is not None and not self._reads.unchanged(copied, block):
+            return False
+        return self._reads.hold_for(self._block, block)
+
+    def outputs_like(self, given: list[Tensor], gradients: dict[int, Any], chronicle: Chronicle) -> Any:
+        """Return what a similar call would return, with a history that leads back to its arguments.
+
+        Args:
+            given: the arguments that require a gradient.
+            gradients: filled in the backward pass with those that reach the outputs, as in `self.gradients`.
+            chronicle: the log.
+        """
+        wanted = [x for x in self._leaves if isinstance(x, _Geometry)]
+        apply: Any = _Skip.apply  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType] # untyped
+        made = cast("Iterator[Tensor]", iter(apply(wanted, gradients, chronicle, *given) if wanted else ()))
+        return put_together(self._spec, iter([next(made) if isinstance(x, _Geometry) else x for x in self._leaves]))
+
+
+class Skipped:
+    """A call that was not run."""
+
+    def __init__(
+        self, layer: int, template: Template, inputs: list[int], outputs: list[int], gradients: dict[int, Any]
+    ) -> None:
+        self.layer, self.template, self.inputs, self.outputs = layer, template, inputs, outputs
+        self.gradients = gradients
+
+
+def skip(layer: int, template: Template, args: Any, kwargs: Any, chronicle: Chronicle) -> tuple[Any, Skipped]:
+    """Skip a call that would do what the template did."""
+    leaves: list[Any] = []
+    take_apart((args, kwargs), leaves)
+    given = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    gradients: dict[int, Any] = {}
+    out = template.outputs_like(given, gradients, chronicle)
+    return out, Skipped(layer, template, _numbers(args, kwargs, chronicle), _numbers(out, None, chronicle), gradients)
+
+
+def _lies(gradient: Tensor) -> Any:
+    strides = tuple(st for n, st in zip(gradient.shape, gradient.stride(), strict=True) if n > 1)
+    return strides, gradient.untyped_storage().nbytes()
+
+
+class _Noting:
+    """A hook that records the strides and the storage bytes of a gradient."""
+
+    def __init__(self, into: dict[int, Any], at: int) -> None:
+        self._into, self._at = into, at
+
+    def __call__(self, gradient: Tensor) -> None:
+        if gradient.layout is torch.strided and not gradient.is_nested:
+            self._into[self._at] = _lies(gradient)
+
+
+class _Geometry:
+    def __init__(self, x: Tensor) -> None:
+        self.size, self.stride, self.dtype, self.device = x.size(), x.stride(), x.dtype, x.device
+        self.requires_grad = x.requires_grad
+
+
+def _geometry(x: Tensor) -> _Geometry:
+    return _Geometry(x)
+
+
+def _made(like: _Geometry, chronicle: Chronicle) -> Tensor:
+    with chronicle.pause():
+        made = torch.empty_strided(like.size, like.stride, dtype=like.dtype, device=like.device)
+    chronicle.ledger.returned(made)
+    return made
+
+
+class _Skip(torch.autograd.Function):
+    """Represents a skipped block in the graph."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, wanted: list[_Geometry], gradients: dict[int, Any], chronicle: Chronicle, *given: Tensor
+    ) -> Any:
+        ctx.given = [_geometry(x) for x in given]
+        ctx.gradients, ctx.chronicle = gradients, chronicle
+        made = tuple(_made(x, chronicle) for x in wanted)
+        ctx.mark_non_differentiable(*(t for t, x in zip(made, wanted, strict=True) if not x.requires_grad))
+        ctx.set_materialize_grads(False)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                _Noting(ctx.gradients, i)(gradient)
+        return None, None, None, *(_made(x, ctx.chronicle) for x in ctx.given)
+
+
+def _numbers(args: Any, kwargs: Any, chronicle: Chronicle) -> list[int]:
+    leaves: list[Any] = []
+    take_apart((args, kwargs), leaves)
+    return [chronicle.ledger.number(s) for x in leaves if isinstance(x, Tensor) for s in storages_of(x)]
+
+
+# -------------------------------------------------------------------- assembling the log
+
+
+class _NotAlikeError(Exception):
+    """The log of a template cannot stand for others."""
+
+
+def expand(
+    log: list[Entry], layers: dict[int, Layer], skipped: list[Skipped], sizes: dict[int, int]
+) -> tuple[list[Entry], dict[int, Layer]] | None:
+    """Insert the template's part of the log where calls were skipped. Return None if that cannot be done.
+
+    Args:
+        log: what was seen.
+        layers: the calls that were run.
+        skipped: the calls that were not.
+        sizes: bytes of the numbered storages; those of the copies are added.
+    """
+    if any(s.gradients != s.template.gradients for s in skipped):
+        return None
+    try:
+        forward = {s.template.layer: _slice(log, "enter", "leave", s.template.layer) for s in skipped}
+        backward = {s.template.layer: _slice(log, "back", "end", s.template.layer) for s in skipped}
+    except _NotAlikeError:
+        return None
+    waiting = {s.layer: s for s in skipped}
+    done: list[Entry] = []
+    every = dict(layers)
+    shift = 0
+    renamed: dict[int, dict[int, int]] = {}
+    inside = -1
+    for entry in log:
+        verb = entry[0]
+        if inside >= 0 and not (verb in ("leave", "end") and entry[1] == inside):
+            if verb != "die":
+                return None  # something ran where nothing should have
+            done.append(entry)
+            continue
+        if verb == "enter" and entry[1] in waiting:
+            s = waiting[entry[1]]
+            every[s.layer], renamed[s.layer] = _renamed(layers[s.template.layer], s, sizes)
+            part = forward[s.template.layer]
+            done.append(("enter", s.layer, entry[2] + shift))
+            done += _moved(part[1:-1], s, renamed[s.layer], entry[2] + shift - part[0][2])
+            inside = s.layer
+        elif verb == "leave" and entry[1] in waiting:
+            inside = -1
+            done.append(("leave", entry[1], entry[2] + shift))
+        elif verb == "back" and entry[1] in waiting:
+            s = waiting[entry[1]]
+            part = backward[s.template.layer]
+            done += _moved(part[1:-1], s, renamed[s.layer], entry[2] + shift - part[0][2])
+            shift += part[-1][2] - part[0][2] + entry[2]
+            inside = s.layer
+        elif verb == "end" and entry[1] in waiting:
+            inside = -1
+            shift -= entry[2]
+        elif verb not in ("back", "end"):
+            done.append(shifted(entry, shift))
+    return done, every
+
+
+def _slice(log: list[Entry], first: str, last: str, layer: int) -> list[Entry]:
+    begin = next((i for i, e in enumerate(log) if e[0] == first and e[1] == layer), None)
+    end = next((i for i, e in enumerate(log) if e[0] == last and e[1] == layer), None)
+    if begin is None or end is None or end < begin:
+        raise _NotAlikeError
+    part = log[begin : end + 1]
+    if any(e[0] in _OF_A_LAYER and e[1] != layer for e in part):
+        raise _NotAlikeError
+    if first == "back":  # nothing of this layer may be needed elsewhere
+        outside = (*log[:begin], *log[end + 1 :])
+        if any(e[0] == "unpack" and e[1] == layer for e in outside):
+            raise _NotAlikeError
+    return part
+
+
+def _renamed(layer: Layer, s: Skipped, sizes: dict[int, int]) -> tuple[Layer, dict[int, int]]:
+    names = dict(zip(s.template.inputs, s.inputs, strict=True))
+    names |= dict(zip(s.template.outputs, s.outputs, strict=True))
+    for value in layer.values:
+        if value.kind == "made" and value.storage not in names:
+            names[value.storage] = number = len(sizes)
+            sizes[number] = sizes[value.storage]
+    values = tuple(replace(v, storage=names.get(v.storage, v.storage)) for v in layer.values)
+    calls = tuple(
+        replace(c, writes=tuple(replace(w, storage=names.get(w.storage, w.storage)) for w in c.writes))
+        if c.writes
+        else c
+        for c in layer.calls
+    )
+    return replace(layer, values=values, calls=calls), names
+
+
+def _moved(part: list[Entry], s: Skipped, names: dict[int, int], shift: int) -> list[Entry]:
+    moved: list[Entry] = []
+    for entry in part:
+        verb = entry[0]
+        if verb == "die":
+            moved.append(("die", names.get(entry[1], entry[1])))
+        elif verb in _OF_A_LAYER:
+            moved.append(shifted((verb, s.layer, *entry[2:]), shift))
+        elif verb not in ("back", "end"):
+            moved.append(shifted(entry, shift))
+    return moved

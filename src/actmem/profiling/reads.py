@@ -1,0 +1,237 @@
+"""What a block's forward reads of itself: the proof that another block would do the same.
+
+NOTE [ Equal by what is read ]
+Two blocks of the same classes, called with arguments of equal shapes, can do different things only by what their
+modules hold: numbers, flags, functions, objects. Names do not show which of those matter. So while the first block
+runs, every attribute that is read from its modules is noted. Another block is equal to it if it holds the same in each
+of those places. A layer index that was never read may differ.
+
+"The same" means: the identical object; equal plain values; containers, functions (their code, defaults and closures)
+and other objects with the same contents; tensors of the same geometry, and with the same numbers unless they are
+parameters or buffers, which have no numbers in a fake step; submodules in the same place. What cannot be inspected is
+the same only as itself.
+
+What is read may also be changed between two calls, by the block or by the model around it. So it is checked again
+before each call that is to be skipped. Only what lies outside the model's objects, such as a global counter, is not
+seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Generator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from actmem.torchcompat import FakeTensor, named_modules, without_dispatch_modes
+
+__all__ = ["PLAIN", "Reads", "noted"]
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size)
+"""Types whose values are compared directly."""
+
+_MISSING = object()
+_STATE = ("_parameters", "_buffers")
+_EVERYTHING = "__dict__"
+_FORWARD = (0, "forward")
+_CODE = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
+"""Attributes of classes that read the rest themselves."""
+_MOST_NUMBERS = 4096
+"""Elements up to which the numbers of a tensor are compared."""
+_DEEPEST = 12
+
+
+class Reads:
+    """The attributes that were read from a block's modules while it ran."""
+
+    def __init__(self, block: nn.Module) -> None:
+        """Start with nothing read.
+
+        Args:
+            block: the block that is run, or a copy of it.
+        """
+        self._block = block
+        self._modules = _modules(block)
+        self.index = {id(module): i for i, module in enumerate(self._modules)}
+        self._before: dict[tuple[int, str], Any] = {_FORWARD: None}
+        """Module and name -> what was there when it was read. The forward of the block itself is read by its caller."""
+        self._after: dict[tuple[int, str], Any] = {}
+        self._changed: frozenset[tuple[int, str]] = frozenset()
+
+    def note(self, at: int, name: str) -> None:
+        """Note that an attribute is being read."""
+        place = at, name
+        if place not in self._before:
+            found, is_state = _lookup(self._modules[at], name)
+            # Methods and properties are the same for all of a class.
+            if not isinstance(found, _CODE) or name in _held(self._modules[at]):
+                self._before[place] = _Image(self.index).of(found, is_state=is_state)
+
+    def close(self) -> None:
+        """Note what the attributes hold when the block has ended."""
+        self._after = self._now()
+        self._changed = frozenset(place for place, seen in self._after.items() if self._before[place] != seen)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the block changed something that it had read: its next call may behave differently."""
+        return bool(self._changed)
+
+    def _now(self) -> dict[tuple[int, str], Any]:
+        image = _Image(self.index)
+        return {place: image.of_place(self._modules, place) for place in self._before if place != _FORWARD}
+
+    def hold_for(self, first: nn.Module, other: nn.Module) -> bool:
+        """Return whether `other` holds what `first` does wherever this block read, and nothing of it has changed since.
+
+        Args:
+            first: the block of the model itself.
+            other: another one, of the same structure.
+        """
+        if self._after != self._now():
+            return False
+        if first is other:
+            return True
+        ours, theirs = _modules(first), _modules(other)
+        images = [_Image({id(module): i for i, module in enumerate(modules)}) for modules in (ours, theirs)]
+        for at, name in self._before:
+            a, b = _lookup(ours[at], name), _lookup(theirs[at], name)
+            if a[0] is b[0]:
+                if (at, name) in self._changed and not isinstance(a[0], PLAIN):
+                    return False  # the first block left something in it for the other to find
+                continue
+            if images[0].of(a[0], is_state=a[1]) != images[1].of(b[0], is_state=b[1]):
+                return False
+        return True
+
+    def unchanged(self, copied: nn.Module, original: nn.Module) -> bool:
+        """Return whether the copy of another block still holds the original's plain values wherever this one read."""
+        ours, theirs = _modules(copied), _modules(original)
+        for at, name in self._before:
+            a, b = _lookup(ours[at], name)[0], _lookup(theirs[at], name)[0]
+            if (isinstance(a, PLAIN) or isinstance(b, PLAIN)) and (type(a), a) != (type(b), b):
+                return False
+        return True
+
+
+@contextlib.contextmanager
+def noted(reads: Reads) -> Generator[None]:
+    """Note what is read from the modules of a block."""
+    index, note, plain = reads.index, reads.note, object.__getattribute__
+    kind: Any = nn.Module
+    caller: Any = getattr(sys, "_getframe")  # noqa: B009 - private, but in every CPython
+    own = sys.modules[nn.Module.__module__].__file__
+
+    def getattribute(self: Any, name: str) -> Any:
+        at = index.get(id(self))
+        # torch's own code looks up names in `__dict__`: these names pass through here first.
+        if at is not None and (name != _EVERYTHING or caller(1).f_code.co_filename != own):
+            note(at, name)
+        return plain(self, name)
+
+    kind.__getattribute__ = getattribute
+    try:
+        yield
+    finally:
+        del kind.__getattribute__
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    """Return what an instance holds, without noting the read."""
+    return object.__getattribute__(module, _EVERYTHING)
+
+
+def _modules(block: nn.Module) -> list[nn.Module]:
+    return [module for _, module in named_modules(block)]
+
+
+def _lookup(module: nn.Module, name: str) -> tuple[Any, bool]:
+    """Return what is stored under a name, and whether it is a parameter or a buffer. No code of the module is run."""
+    held = _held(module)
+    if name == _EVERYTHING:
+        return {k: v for k, v in held.items() if k not in (*_STATE, "_modules")}, False
+    if name in held:
+        return held[name], False
+    for store in (*_STATE, "_modules"):
+        if name in held.get(store, ()):
+            return held[store][name], store in _STATE
+    for kind in type(module).__mro__:
+        if name in vars(kind):
+            return vars(kind)[name], False
+    return _MISSING, False
+
+
+class _Image:
+    """A key that is equal for two things that a forward cannot tell apart."""
+
+    def __init__(self, places: Mapping[int, int]) -> None:
+        self._places = places
+        """The modules of the block, by number."""
+        self._seen: dict[int, Any] = {}
+
+    def of_place(self, modules: list[nn.Module], place: tuple[int, str]) -> Any:
+        """Return the image of an attribute."""
+        found, is_state = _lookup(modules[place[0]], place[1])
+        return self.of(found, is_state=is_state)
+
+    def of(self, thing: Any, depth: int = 0, *, is_state: bool = False) -> Any:
+        """Return the image of a thing."""
+        if isinstance(thing, PLAIN):
+            return type(thing), repr(thing)
+        key = id(thing)
+        if key in self._places:
+            return "module", self._places[key]
+        if key not in self._seen:
+            self._seen[key] = "again", len(self._seen)  # while it is being visited
+            self._seen[key] = _tensor(thing, is_state) if isinstance(thing, Tensor) else self._look(thing, depth + 1)
+        return self._seen[key]
+
+    def _look(self, thing: Any, depth: int) -> Any:
+        kind: Any = type(cast("object", thing))
+        itself = "itself", id(thing)
+        if depth > _DEEPEST or isinstance(thing, (type, types.ModuleType, types.BuiltinFunctionType)):
+            return itself
+        if isinstance(thing, types.FunctionType):
+            cells = [self._cell(cell, depth) for cell in thing.__closure__ or ()]
+            return thing.__code__, self.of(thing.__defaults__, depth), self.of(thing.__kwdefaults__, depth), cells
+        if isinstance(thing, types.MethodType):
+            return kind, self.of(thing.__func__, depth), self.of(thing.__self__, depth)
+        if isinstance(thing, functools.partial):
+            parts = cast("functools.partial[Any]", thing)
+            return kind, [self.of(x, depth) for x in (parts.func, parts.args, parts.keywords)]
+        if isinstance(thing, dict):
+            items = cast("dict[Any, Any]", thing).items()
+            return kind, [(self.of(k, depth), self.of(v, depth)) for k, v in items]
+        if isinstance(thing, (list, tuple)):
+            return kind, [self.of(x, depth) for x in cast("list[Any]", thing)]
+        if isinstance(thing, (set, frozenset)):
+            return kind, sorted(repr(self.of(x, depth)) for x in cast("set[Any]", thing))
+        own = getattr(thing, "__dict__", None)
+        if not isinstance(own, dict) or hasattr(kind, "__slots__"):
+            return itself
+        if isinstance(thing, nn.Module):  # outside the block
+            return itself, [(k, repr(v)) for k, v in cast("dict[str, Any]", own).items() if isinstance(v, PLAIN)]
+        return kind, [(k, self.of(v, depth)) for k, v in cast("dict[str, Any]", own).items()]
+
+    def _cell(self, cell: types.CellType, depth: int) -> Any:
+        try:
+            return self.of(cell.cell_contents, depth)
+        except ValueError:
+            return "empty"
+
+
+def _tensor(tensor: Tensor, is_state: bool) -> Any:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return "itself", id(tensor)
+    lies = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type, tensor.requires_grad
+    if is_state or isinstance(tensor, (nn.Parameter, FakeTensor)) or tensor.is_meta:
+        return lies
+    if tensor.numel() > _MOST_NUMBERS:
+        return lies, id(tensor)
+    with without_dispatch_modes():
+        return lies, repr(cast("Any", tensor.detach()).tolist())

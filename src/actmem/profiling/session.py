@@ -1,0 +1,368 @@
+"""One step in progress: the blocks are wrapped, every operator is logged, and a profile comes out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actmem.engine import storages_of, tensors
+from actmem.errors import UnsupportedError
+from actmem.profiles import COPY, Call, Cost, Layer, Profile, Value
+from actmem.profiling.chronicle import Chronicle, settled
+from actmem.profiling.complaints import for_real
+from actmem.profiling.equal_blocks import Skipped, Template, expand, numbers_of, signature, skip
+from actmem.profiling.examples import loss_of
+from actmem.profiling.phantom import Recorded, record
+from actmem.profiling.reads import Reads, noted
+from actmem.structure import Block, find_roles, layer_type
+from actmem.torchcompat import named_modules
+
+__all__ = ["Session"]
+
+
+class _NotAloneError(RuntimeError):
+    """A block would have to be run that another one has represented until now."""
+
+
+class Session:
+    """One step in progress."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Sequence[Block],
+        device: torch.device,
+        *,
+        accumulates: bool,
+        least_seconds: dict[Hashable, float] | None = None,
+        identities: dict[str, Any] | None = None,
+        original: nn.Module | None = None,
+        chronicle: Chronicle | None = None,
+    ) -> None:
+        """Prepare a step.
+
+        Args:
+            model: the model that is run; equal blocks may be the same module.
+            found: its blocks.
+            device: the device it claims to be on.
+            accumulates: whether gradients exist from the start.
+            least_seconds: where to record how long operators take, if they are timed.
+            identities: path -> a key that is equal for blocks that do the same, if they need not all be run.
+            original: the model itself, if another one is run in its place.
+            chronicle: what keeps the log, if it should record more than operators.
+        """
+        self._model, self._found, self._device = model, found, device
+        self._original = original or model
+        self._queues: dict[int, list[Block]] = {}
+        """The blocks that a module stands for, in the order in which they are called."""
+        for block in found:
+            self._queues.setdefault(id(block.module), []).append(block)
+        self._num_calls: dict[int, int] = {}
+        self._accumulates = accumulates
+        self._chronicle = Chronicle(device, least_seconds=least_seconds) if chronicle is None else chronicle
+        self._blocks: list[Block] = []
+        """The block of each call."""
+        self._calls: dict[int, tuple[Any, Any, Any, int, Any, Recorded]] = {}
+        """What each call that was run made, and the bytes and shapes of its arguments."""
+        self._state = frozenset(storages_of([*model.parameters(), *model.buffers()]))
+        self._gradients = 0
+        self._stock: dict[str, int] = {}
+        """Bytes alive when a step of the user's own loop begins, by role."""
+        self.unused: frozenset[str] = frozenset()
+        """Names of the parameters that could have received a gradient but did not: an optimizer has no state for them.
+        A parameter inside a block that no operator has read is not among them: the next batch may be routed to it."""
+        self._templates: dict[Any, list[Template]] = {}
+        self._skipped: list[Skipped] = []
+        self._stale: set[str] = set()
+        """Blocks that would have changed something in themselves if they had been run."""
+        self._identities = identities or {}
+
+    def run(self, example: Any, loss: Callable[[Any], Tensor] | None) -> None:
+        """Run forward and backward."""
+        ledger = self._chronicle.ledger
+        for p in self._model.parameters():
+            ledger.add_base(p, "parameters")
+        for b in self._model.buffers():
+            ledger.add_base(b, "buffers")
+        before = [(p, p.grad) for p in self._model.parameters()]
+        for p, _ in before:
+            p.grad = torch.zeros_like(p) if self._accumulates and p.requires_grad else None
+            if p.grad is not None:
+                ledger.add_base(p.grad, "gradients")
+        ledger.main.live_bytes += self._uncopied_bytes()
+        ledger.begin()
+        used: set[int] = set()
+
+        def use(p: Tensor) -> None:
+            used.add(id(p))
+
+        hooks: list[Any] = [
+            p.register_post_accumulate_grad_hook(use)  # pyright: ignore[reportUnknownMemberType]
+            for p in self._model.parameters()
+            if p.requires_grad
+        ]
+        try:
+            with self._watching():
+                out: Any = self._model(**example) if isinstance(example, dict) else self._model(*example)
+                value = loss_of(out, loss)
+                self._note("phase", "backward")
+                value.backward()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
+                self._note("phase", "end")
+                del out, value
+            inside = {id(p) for block in self._found for p in block.module.parameters()}
+            self.unused = frozenset(
+                name
+                for name, p in self._model.named_parameters()
+                if p.requires_grad and id(p) not in used and (id(p) not in inside or self._chronicle.has_read(p))
+            )
+            self._gradients = sum(p.grad.nbytes for p in self._model.parameters() if p.grad is not None)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for p, grad in before:
+                p.grad = grad
+
+    def run_step(self, step: Callable[[], object], holdings: Iterable[tuple[Tensor, str]]) -> None:
+        """Run a step of the user's own loop.
+
+        Args:
+            step: the step.
+            holdings: the counted tensors that exist when it begins, each with its role.
+        """
+        ledger = self._chronicle.ledger
+        for tensor, role in holdings:
+            before = ledger.main.live_bytes
+            ledger.add_base(tensor, role)
+            self._stock[role] = self._stock.get(role, 0) + ledger.main.live_bytes - before
+        ledger.begin()
+        with self._watching():
+            step()
+
+    @contextlib.contextmanager
+    def _watching(self) -> Generator[None]:
+        """Log what runs, and what the blocks do."""
+        own = {id(b.module): vars(b.module).get("forward") for b in self._found}
+        for queue in self._queues.values():
+            self._wrap(queue)
+        try:
+            with self._chronicle:
+                yield
+        finally:
+            for block in self._found:
+                vars(block.module).pop("forward", None)
+                if own[id(block.module)] is not None:
+                    vars(block.module)["forward"] = own[id(block.module)]
+        if not self._blocks:
+            raise UnsupportedError(
+                f"none of the {len(self._found)} blocks, {self._found[0].path} and so on, ran in the profiled "
+                "step. Either the model does not call them, or its forward was replaced by a function that holds "
+                "the original model. In the first case, name the blocks that it calls: blocks='...'; in the "
+                f"second, profile a real step: {for_real()}."
+            )
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether a block was not run, or could not be."""
+        return bool(self._skipped) or any(len(queue) > 1 for queue in self._queues.values())
+
+    def _note(self, *entry: Any) -> None:
+        self._chronicle.note(*entry, self._chronicle.ledger.main.live_bytes)
+
+    def mark(self, verb: str, layer: int) -> None:
+        """Note that the gradient of a block's output, or of its input, is complete.
+
+        One tensor may be both, and then the block that received it ends before the block that returned it begins.
+        """
+        self._note(verb, layer)
+        log = self._chronicle.log
+        if verb == "end" and len(log) > 1 and log[-2][0] == "back":
+            log[-2:] = log[-1], log[-2]
+
+    def _uncopied_bytes(self) -> int:
+        """Return the bytes of the original that the copy does not have, because equal blocks share a module."""
+        whole, copied = (sum(t.nbytes for t in (*m.parameters(), *m.buffers())) for m in (self._original, self._model))
+        if self._accumulates:
+            whole += sum(p.nbytes for p in self._original.parameters() if p.requires_grad)
+            copied += sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
+        return whole - copied
+
+    def _wrap(self, queue: list[Block]) -> None:
+        module, plain = queue[0].module, queue[0].module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return plain(*args, **kwargs)
+            layer, nth = len(self._blocks), self._num_calls.get(id(module), 0)
+            self._num_calls[id(module)] = nth + 1
+            block = queue[nth % len(queue)]
+            self._blocks.append(block)
+            given = next((t for t in tensors(args, kwargs) if t.requires_grad and t.grad_fn is not None), None)
+            key = self._key(block, args, kwargs) if given is not None else None
+            again = nth >= len(queue)
+            if again:
+                self._call_again(block)
+            template = None if key is None or again else self._template(block, key, args, kwargs)
+            self._note("enter", layer)
+            if template is not None:
+                out, skipped = skip(layer, template, args, kwargs, self._chronicle)
+                self._skipped.append(skipped)
+                if template.changes:
+                    self._stale.add(block.path)
+            elif block.path in self._stale or (nth and len(queue) > 1):
+                raise _NotAloneError
+            elif key is None:
+                out = self._run_block(block, plain, layer, args, kwargs)
+            else:
+                numbers, begin = numbers_of(args, kwargs), len(self._chronicle.log)
+                with noted(reads := Reads(module)):
+                    out = self._run_block(block, plain, layer, args, kwargs)
+                reads.close()
+                made = {v.storage for v in self._calls[layer][1] if v.kind == "made"}
+                dead = {e[1] for e in self._chronicle.log[begin:] if e[0] == "die"}
+                self._templates.setdefault(key, []).append(
+                    Template(
+                        layer,
+                        self._original.get_submodule(block.path),
+                        args,
+                        kwargs,
+                        out,
+                        reads=reads,
+                        numbers=numbers,
+                        alive=made - dead,
+                        chronicle=self._chronicle,
+                    )
+                )
+            self._note("leave", layer)
+            if key is not None and given is not None:
+                first = next((t for t in tensors(out) if t.requires_grad), None)
+                if first is not None:
+                    for tensor, verb in ((first, "back"), (given, "end")):
+                        tensor.register_hook(_Marker(self, verb, layer))  # pyright: ignore[reportUnknownMemberType]
+            return out
+
+        vars(module)["forward"] = forward
+
+    def _call_again(self, block: Block) -> None:
+        """Never let a call of a block that is called several times stand for others: its gradients are added up."""
+        original = self._original.get_submodule(block.path)
+        if any(s.template.is_of(original) for s in self._skipped):
+            raise _NotAloneError
+        for key, templates in self._templates.items():
+            self._templates[key] = [t for t in templates if not t.is_of(original)]
+
+    def _template(self, block: Block, key: Any, args: Any, kwargs: Any) -> Template | None:
+        """Find a call that stands for this one."""
+        original = self._original.get_submodule(block.path)
+        copied = block.module if len(self._queues[id(block.module)]) == 1 else None
+        for template in self._templates.get(key, ()):
+            if template.stands_for(original, args, kwargs, copied=copied):
+                return template
+        return None
+
+    def _key(self, block: Block, args: Any, kwargs: Any) -> Any:
+        known = self._identities.get(block.path)
+        shapes = None if known is None else signature(args, kwargs)
+        return None if shapes is None else (known, shapes)
+
+    def _run_block(self, block: Block, plain: Any, layer: int, args: Any, kwargs: Any) -> Any:
+        inputs = list(tensors(args, kwargs))
+        recorded = Recorded(self._state, layer, self._chronicle)
+        size = sum(t.nbytes for t in inputs if not t.is_nested)
+        out = record(
+            block.module,
+            plain,
+            args,
+            kwargs,
+            recorded=recorded,
+            chronicle=self._chronicle,
+            inputs=inputs,
+            trainable=lambda: frozenset(storages_of([p for p in block.module.parameters() if p.requires_grad])),
+            device=self._device,
+        )
+        shapes = tuple(tuple(t.shape) for t in inputs if not t.is_nested)
+        self._calls[layer] = (*recorded.finish(), size, shapes, recorded)
+        return out
+
+    def profile(self, **facts: Any) -> Profile | None:
+        """Return what was observed, as data; None if blocks were skipped that should have been run."""
+        ran = {self._blocks[n].path: self._blocks[n] for n in self._calls}
+        roles = dict(zip(ran, find_roles(self._model, list(ran.values())), strict=True))
+        layers: dict[int, Layer] = {}
+        kinds: dict[Any, int] = {}
+        for number, (calls, values, handles, size, shapes, recorded) in self._calls.items():
+            block = self._blocks[number]
+            by_function = tuple(sorted(recorded.by_function))
+            key = _alike(calls, values), handles, by_function, shapes
+            layers[number] = Layer(
+                path=block.path,
+                kind=kinds.setdefault(key, len(kinds)),
+                layer_type=layer_type(block.module),
+                modules=tuple(name for name, _ in named_modules(block.module)),
+                roles=roles[block.path],
+                calls=calls,
+                values=values,
+                handles=handles,
+                inputs_bytes=size,
+                shapes=shapes,
+                by_function=by_function,
+                parameters_bytes=sum(p.nbytes for p in block.module.parameters()),
+                gradients_bytes=sum(p.nbytes for p in block.module.parameters() if p.requires_grad),
+            )
+        ledger = self._chronicle.ledger
+        sizes = dict(ledger.sizes)
+        expanded = expand(settled(self._chronicle.log), layers, self._skipped, sizes)
+        if expanded is None:
+            return None
+        log, layers = expanded
+        for s in self._skipped:
+            layers[s.layer] = replace(layers[s.layer], path=self._blocks[s.layer].path)
+        skipped = [p for s in self._skipped for p in self._blocks[s.layer].module.parameters() if p.requires_grad]
+        shared = len(self._queues) < len(self._found)
+        gradients = self._gradients + (sum(p.nbytes for p in skipped) if shared or not self._accumulates else 0)
+        parameters = sum(p.nbytes for p in self._original.parameters())
+        buffers = sum(b.nbytes for b in self._original.buffers())
+        base = parameters + buffers + (gradients if self._accumulates else 0)
+        if self._stock:
+            parameters, buffers = self._stock.get("parameters", 0), self._stock.get("buffers", 0)
+            base = sum(self._stock.values())
+        found: dict[str, Any] = {
+            "parameters_bytes": parameters,
+            "buffers_bytes": buffers,
+            "gradients_bytes": gradients,
+            "base_bytes": base,
+            "optimizer_bytes": self._stock.get("optimizer_state", 0),
+            "costs": _with_copy(self._chronicle.costs),
+            "layers": tuple(layers[i] for i in range(len(layers))),
+            "log": tuple(log),
+            "storages": sizes,
+        }
+        return Profile(**(found | facts))
+
+
+def _with_copy(costs: tuple[Cost, ...]) -> tuple[Cost, ...]:
+    """Add the cost of a copy, if the step itself makes none."""
+    if any(cost.op == COPY for cost in costs):
+        return costs
+    is_timed = any(cost.seconds is not None for cost in costs)
+    return (*costs, Cost(COPY, 0, 0, "", 0.0 if is_timed else None))
+
+
+def _alike(calls: tuple[Call, ...], values: tuple[Value, ...]) -> Any:
+    """Return a key that is equal for block calls that did the same, except for their storages and times."""
+    did = tuple(replace(c, cost=0, writes=tuple(replace(w, storage=0) for w in c.writes)) for c in calls)
+    return did, tuple(replace(v, storage=0) for v in values)
+
+
+class _Marker:
+    """Logs that a gradient is complete."""
+
+    def __init__(self, step: Session, verb: str, layer: int) -> None:
+        self._step, self._verb, self._layer = step, verb, layer
+
+    def __call__(self, _: Tensor) -> None:
+        self._step.mark(self._verb, self._layer)

@@ -1,0 +1,92 @@
+"""Profiles with an optimizer, and of one of several ranks.
+
+NOTE [ What sharding takes ]
+FSDP2 leaves each rank its shard of parameters, gradients and optimizer state. For the forward and backward pass of a
+block the block's parameters are gathered, and the next block's are prefetched; those outside the blocks stay gathered
+for the whole step. A block's gradients are unsharded until the block is done, and are then copied and reduce-scattered.
+So each rank needs: its shard of everything, the parameters outside the blocks, twice the parameters of the largest
+block, and once its gradients on top of those in progress. The last two are what buffers can take, not what they always
+take: the predicted peak lies above the observed one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from actmem.profiles import Cost, Entry, Profile, shifted
+
+__all__ = ["STEP", "sharded", "with_optimizer", "without_gradients"]
+
+STEP = "optimizer step"
+"""The name used for the operator where the optimizer's step is the peak."""
+
+
+def with_optimizer(profile: Profile, name: str, state_bytes: int, transient_bytes: int) -> Profile:
+    """Add what an optimizer keeps, and its step at the end.
+
+    >>> with_optimizer(Profile(base_bytes=10), "adamw", 20, 5).base_bytes
+    30
+    """
+    log = [shifted(entry, state_bytes) for entry in profile.log]
+    costs = profile.costs
+    if name != "none" and log:
+        end = next(e[2] for e in reversed(log) if e[0] == "phase" and e[1] == "end")
+        log.append(("op", len(costs), end + transient_bytes))
+        costs = (*costs, Cost(STEP, 0, 0, ""))
+    return replace(
+        profile,
+        base_bytes=profile.base_bytes + state_bytes,
+        optimizer_bytes=state_bytes,
+        optimizer=name,
+        log=tuple(log),
+        costs=costs,
+    )
+
+
+def without_gradients(profile: Profile, num_bytes: int) -> Profile:
+    """Remove gradients that were assumed to exist from the start, of parameters that get none.
+
+    >>> without_gradients(Profile(base_bytes=10, gradients_bytes=8, microbatches=2), 3).base_bytes
+    7
+    """
+    if not num_bytes or profile.microbatches == 1:
+        return profile
+    return replace(
+        profile,
+        base_bytes=profile.base_bytes - num_bytes,
+        gradients_bytes=profile.gradients_bytes - num_bytes,
+        log=tuple(shifted(entry, -num_bytes) for entry in profile.log),
+    )
+
+
+def sharded(profile: Profile, num_ranks: int) -> Profile:
+    """Return the profile of one rank. See NOTE [ What sharding takes ].
+
+    >>> sharded(Profile(), 8).shard
+    8
+    """
+    if num_ranks == 1:
+        return profile
+    inside = {layer.path: layer for layer in profile.layers}
+    in_blocks = sum(layer.parameters_bytes for layer in inside.values())
+    largest = max((layer.parameters_bytes for layer in inside.values()), default=0)
+    largest_gradients = max((layer.gradients_bytes for layer in inside.values()), default=0)
+    outside = profile.parameters_bytes - in_blocks
+    held = profile.parameters_bytes + profile.optimizer_bytes
+    held += profile.gradients_bytes if profile.microbatches > 1 else 0
+    static = -(held - held // num_ranks)
+    gathered = outside + 2 * largest
+    last: dict[int, int] = {e[1]: at for at, e in enumerate(profile.log) if e[0] in ("unpack", "drop")}
+    done = {at: profile.layers[layer].gradients_bytes for layer, at in last.items()}
+    log: list[Entry] = []
+    scattered, backward, ended = 0, False, False
+    for at, entry in enumerate(profile.log):
+        if entry[0] == "phase":
+            backward, ended = entry[1] == "backward", entry[1] == "end"
+            if ended and profile.microbatches == 1:
+                scattered = -(profile.gradients_bytes - profile.gradients_bytes // num_ranks)
+        buffers = 0 if ended else gathered + (largest_gradients if backward else 0)
+        log.append(shifted(entry, static + buffers + scattered))
+        if at in done and profile.microbatches == 1:
+            scattered -= done[at] - done[at] // num_ranks
+    return replace(profile, shard=num_ranks, base_bytes=profile.base_bytes + static, log=tuple(log))

@@ -1,0 +1,49 @@
+"""What a step would take under a plan: bytes and seconds, from a profile and without running anything.
+
+- `tape_emulator.py` holds what a tape would hold, by the tape's own rules; `room.py` counts the bytes, `flight.py`
+  those that are in flight; `simulator.py` walks the log of a profile with them.
+- `plan_effect.py` resolves a plan for every operator of a profile and says what its step takes; `step_cost.py` says for
+  which device, and how long. `predictor.py` puts both together.
+- `step_walk.py` and `peaks.py` divide the bytes of each moment by what they are for.
+- `peak_moments.py` and `transfer_links.py` answer for thousands of plans, for the planner.
+
+Nothing here chooses a plan: that is `actmem.planner`.
+"""
+
+from actmem.simulation.peak_moments import NEVER, Effect, LayerFamily, Timeline
+from actmem.simulation.peaks import lowering, peak_words
+from actmem.simulation.plan_effect import decisions, follow
+from actmem.simulation.predictor import Prediction, plan_of, predict, prediction
+from actmem.simulation.simulator import Simulated, simulate
+from actmem.simulation.step_cost import cost_seconds, dtypes_of, is_accelerator, is_measured, resolved, step_seconds
+from actmem.simulation.step_walk import NAMES, Ground, Moments, walk
+from actmem.simulation.transfer_links import Link, Traffic
+
+__all__ = [
+    "NAMES",
+    "NEVER",
+    "Effect",
+    "Ground",
+    "LayerFamily",
+    "Link",
+    "Moments",
+    "Prediction",
+    "Simulated",
+    "Timeline",
+    "Traffic",
+    "cost_seconds",
+    "decisions",
+    "dtypes_of",
+    "follow",
+    "is_accelerator",
+    "is_measured",
+    "lowering",
+    "peak_words",
+    "plan_of",
+    "predict",
+    "prediction",
+    "resolved",
+    "simulate",
+    "step_seconds",
+    "walk",
+]

@@ -1,0 +1,146 @@
+"""Resolve a plan for every operator of a profile, and say what its step would take."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from actmem.engine import Cut, Operator, Verdicts, describe, resolve, smallest_cut
+from actmem.errors import PlanError
+from actmem.offloading import bound_of
+from actmem.plan import Plan
+from actmem.profiles import Layer, Profile
+from actmem.simulation.flight import InFlight
+from actmem.simulation.simulator import Simulated, simulate
+
+__all__ = ["decisions", "follow", "in_flight", "inputs_sent", "verdicts_of"]
+
+
+def follow(
+    profile: Profile, plan: Plan, *, timeline: bool = False, keeps: Sequence[Sequence[str]] | None = None
+) -> Simulated:
+    """Simulate a step from the third on, when the smallest cuts are known. `keeps` is what the rules say, if known."""
+    keeps = decisions(profile, plan) if keeps is None else keeps
+    options: dict[str, Any] = {"exact": plan.exact}
+    if plan.offload is not None:
+        options |= {
+            "inputs_sent": inputs_sent(profile, plan),
+            "min_offload_bytes": plan.offload.min_bytes,
+            "in_flight": InFlight(0),
+        }
+    said = verdicts_of(profile, plan)
+    options["plain"] = [verdicts is None or verdicts.keeps_everything for verdicts in said]
+    first = simulate(profile, keeps, timeline=timeline, **options)
+    options |= {"in_flight": in_flight(plan, first)}
+    if plan.exact:
+        return first if not first.sent_bytes else simulate(profile, keeps, timeline=timeline, **options)
+    forced = _cuts(profile, first, [verdicts is not None and verdicts.offloads for verdicts in said])
+    if not any(forced) and not first.sent_bytes:
+        return first
+    return simulate(profile, keeps, forced=forced, timeline=timeline, **options)
+
+
+def in_flight(plan: Plan, found: Simulated) -> InFlight | None:
+    """Return how much is in flight under a plan, from what its blocks send. None if it sends nothing."""
+    offload = plan.offload
+    if offload is None or not found.sent_bytes:
+        return None
+    if not offload.use_streams:  # each copy is waited for, and nothing is prefetched
+        return InFlight(0)
+    return InFlight(bound_of(offload.in_flight_bytes, found.sent_by_layer), offload.max_in_flight, found.fetch_order)
+
+
+def _cuts(profile: Profile, first: Simulated, offloads: Sequence[bool]) -> list[dict[int, str] | None]:
+    """Return, for each layer, the calls that its block's smallest cut holds. The block's first call is cut."""
+    known: dict[Any, Cut | None] = {}
+    cut_of: dict[str, tuple[Cut | None, Layer]] = {}
+    forced: list[dict[int, str] | None] = []
+    for layer, fates, offloaded in zip(profile.layers, first.fates, offloads, strict=True):
+        if layer.path not in cut_of:
+            funcs = tuple(call.op for call in layer.calls)
+            rows: list[Any] = [fate for fate in fates if fate is not None]
+            key = funcs, tuple((row.num_bytes, row.why, row.saved, row.held) for row in rows)
+            if key not in known and not offloaded:
+                known[key] = smallest_cut(rows, funcs)
+            cut_of[layer.path] = known.get(key), layer
+        cut, cut_layer = cut_of[layer.path]
+        if cut is None or layer.shapes != cut_layer.shapes:
+            forced.append(None)
+            continue
+        same = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip((call.op for call in layer.calls), cut.funcs, strict=False)
+        )
+        num_same = sum(1 for _ in same)
+        forced.append({index: why for index, why in cut.hold.items() if index < num_same})
+    return forced
+
+
+def decisions(profile: Profile, plan: Plan) -> list[list[str]]:
+    """Return, for each layer, "save", "offload" or "" (recompute) for each of its calls."""
+    index = {path: i for i, path in enumerate(plan.blocks)}
+    known: dict[Any, list[str]] = {}
+    found: list[list[str]] = []
+    for layer in profile.layers:
+        if layer.path not in index:
+            found.append(["save"] * len(layer.calls))
+            continue
+        verdicts = _verdicts(layer, plan, index[layer.path])
+        key = layer.kind, verdicts.key
+        if key not in known:
+            known[key] = _decide(layer, verdicts)
+        found.append(known[key])
+    return found
+
+
+def verdicts_of(profile: Profile, plan: Plan) -> list[Verdicts | None]:
+    """Return, for each layer, what the plan says there; None if it says nothing."""
+    index = {path: i for i, path in enumerate(plan.blocks)}
+    return [_verdicts(layer, plan, index[layer.path]) if layer.path in index else None for layer in profile.layers]
+
+
+def inputs_sent(profile: Profile, plan: Plan) -> list[bool]:
+    """Return, for each layer, whether its inputs are offloaded."""
+    index = {path: i for i, path in enumerate(plan.blocks)}
+    return [
+        layer.path in index and _verdicts(layer, plan, index[layer.path]).offloads_inputs for layer in profile.layers
+    ]
+
+
+def _verdicts(layer: Layer, plan: Plan, index: int) -> Verdicts:
+    return resolve(
+        plan.rules,
+        layer=index,
+        num_layers=len(plan.blocks),
+        modules={m: f"{layer.path}.{m}".strip(".") for m in layer.modules},
+        roles=dict(layer.roles),
+        layer_type=layer.layer_type,
+    )
+
+
+def _decide(layer: Layer, verdicts: Any) -> list[str]:
+    counts: dict[Any, int] = verdicts.new_counts()
+    found: list[str] = []
+    for call in layer.calls:
+        size = call.out_bytes if call.out_bytes >= 0 else sum(layer.values[v].num_bytes for v in call.makes)
+        out = torch.empty(size, dtype=torch.uint8, device="meta")
+        found.append(verdicts.decide(_operator(call.op), call.module, counts, out))
+    return found
+
+
+@functools.cache
+def _operator(name: str) -> Operator:
+    """Find an operator by its name, such as `aten.mm.default`."""
+    func: Any = torch.ops
+    try:
+        for part in name.split("."):
+            func = getattr(func, part)
+    except AttributeError as error:
+        raise PlanError(
+            f"the profile has the operator {name}, which this torch does not know. Import the library that registers "
+            "it, or make the profile again."
+        ) from error
+    return describe(func)

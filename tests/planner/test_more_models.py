@@ -1,0 +1,98 @@
+"""Models with an unusual way of attending, sharing or routing: what is predicted of them is what they take."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import actmem
+from actmem import Rule
+from tests.planner.further_models import FURTHER, built
+from tests.planner.steps import DEVICE
+
+MODES: dict[str, Any] = {
+    "save": actmem.SaveEverything(),
+    "full": actmem.Full(),
+    "matmul": actmem.Selective(save=["matmul", "convolution", "attention"]),
+    "half": actmem.Selective(save=[actmem.every_second("matmul|batched_matmul|convolution")]),
+    "pointwise": actmem.Rules([Rule("recompute", op="pointwise"), Rule("save")]),
+}
+BY_DATA = frozenset(("bigbird_pegasus", "led", "nllb_moe"))
+"""Models that look at numbers in tensors, so that only a real step tells what they do."""
+
+
+def seed() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+
+
+def measured(name: str, mode: Any) -> int:
+    """Return the peak of the third step."""
+    model, batch = built(name)
+
+    def step() -> None:
+        out: Any = model(**batch)
+        out.loss.backward()
+
+    with actmem.apply(model, mode):
+        for _ in range(2):
+            _begin(model)
+            step()
+        _begin(model)
+        return actmem.measure(step, model=model).tensor_bytes
+
+
+def _begin(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=True)
+    seed()
+
+
+def profiled(name: str, *, fake: bool) -> actmem.Profile:
+    model, batch = built(name)
+    seed()
+    return actmem.profile(model, batch, fake=fake, optimizer=None)
+
+
+def same(name: str, mode: Any, *, fake: bool) -> None:
+    assert actmem.predict(profiled(name, fake=fake), mode).peak_bytes == measured(name, mode)
+
+
+@pytest.mark.parametrize(("name", "mode"), [*zip(FURTHER, [*MODES][1:] * 2, strict=True)])
+def test_a_real_profile_predicts_what_is_measured(name: str, mode: str) -> None:
+    same(name, MODES[mode], fake=False)
+
+
+def test_a_fake_profile_of_one_block_that_is_called_three_times_is_no_other() -> None:
+    same("albert", MODES["full"], fake=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+@pytest.mark.parametrize("name", FURTHER)
+def test_every_mode_takes_what_is_predicted(name: str, mode: str, fake: bool) -> None:
+    if fake and name in BY_DATA:
+        with pytest.raises(actmem.UnsupportedError, match="fake"):
+            profiled(name, fake=True)
+        return
+    same(name, MODES[mode], fake=fake)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("name", FURTHER)
+def test_a_fitted_plan_takes_what_is_predicted_and_keeps_its_budget(name: str, share: float) -> None:
+    profile = profiled(name, fake=False)
+    least, most = (actmem.predict(profile, MODES[mode]).peak_bytes for mode in ("full", "save"))
+    budget = int(least + share * (most - least))
+    model, batch = built(name)
+    seed()
+    plan = actmem.fit(model, batch, budget=f"{budget}B", headroom=0, fake=False, optimizer=None, device=DEVICE)
+    assert plan.predicted is not None
+    assert measured(name, plan) == plan.predicted.peak_bytes <= budget
