@@ -221,8 +221,10 @@ class _Attributes:
 
     def _content(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            plain = type(value) is Tensor and value.layout == torch.strided and not value.is_inference()
-            return (value.detach().clone(), value._version) if plain else None
+            if type(value) is not Tensor or value.layout != torch.strided or value.is_inference():
+                return None
+            gradient = value.grad if value.is_leaf else None
+            return value.detach().clone(), value._version, None if gradient is None else self._met(gradient)
         if isinstance(value, dict):
             return {k: self._met(v) for k, v in cast("dict[Any, Any]", value).items()}
         if isinstance(value, (list, deque, set, tuple, frozenset)):
@@ -247,10 +249,12 @@ class _Attributes:
 def _refill(value: Any, content: Any) -> None:
     """Restore an object's contents, if they have changed."""
     if isinstance(value, Tensor):
-        copied, version = content
+        copied, version, gradient = content
         if value._version != version and value.shape == copied.shape:
             with torch.no_grad():
                 value.copy_(copied)
+        if value.is_leaf and value.grad is not gradient:
+            value.grad = gradient
     elif isinstance(value, (list, deque)):
         several = cast("list[Any]", value)
         if not _same(several, content):
