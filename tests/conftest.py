@@ -1,7 +1,10 @@
-"""Profiles of hypothesis: HYPOTHESIS_PROFILE=many searches longer, and elsewhere each time."""
+"""Profiles of hypothesis (HYPOTHESIS_PROFILE=many searches longer, and elsewhere each time), and what every test needs."""
 
+import gc
 import os
+import threading
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -20,3 +23,13 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_earlier_tests_have_ended() -> None:
+    """Wait for them: a test that compares the threads before and after would see them end."""
+    ending = [t for t in threading.enumerate() if t.name.startswith("actmem-")]
+    if ending:
+        gc.collect()  # a failed test, or a cycle, may hold their lane
+    for thread in ending:
+        thread.join(5.0)

@@ -114,10 +114,12 @@ def test_a_file_that_was_cut_short_is_an_error_with_path_and_size(store):
 def test_a_failed_write_leaves_nothing_that_can_be_read(store, monkeypatch):
     slot = full_slot(store, MIB)
     read_only = os.open(store.path, os.O_RDONLY)
-    monkeypatch.setattr(store, "_pipes", [Pipe(read_only)])  # the kernel refuses each piece
+    broken = Pipe(read_only)  # the kernel refuses each piece
+    monkeypatch.setattr(store, "_pipes", [broken])
     with pytest.raises(OffloadError, match=r"cannot write 1\.0 MiB"):
         store.write(slot, some_bytes(MIB))
     monkeypatch.setattr(store, "_pipes", [])
+    broken.close()
     os.close(read_only)
     with pytest.raises(OffloadError, match="last write failed"):
         read_back(store, slot)

@@ -57,8 +57,19 @@ class MemoryStore:
         pass
 
 
+_OLDER: set[threading.Thread] = set()
+"""Threads from before the test, which other tests may have left to end."""
+
+
+@pytest.fixture(autouse=True)
+def _older_threads() -> None:
+    _OLDER.clear()
+    _OLDER.update(threading.enumerate())
+
+
 def lane_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("actmem-")]
+    """Name the threads of lanes that the test has started."""
+    return [t.name for t in threading.enumerate() if t not in _OLDER and t.name.startswith("actmem-")]
 
 
 @pytest.fixture
