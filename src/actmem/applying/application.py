@@ -16,19 +16,13 @@ from actmem.applying.applied_block import BlockRunner, SharedState, applied_runn
 from actmem.decision_rules import Rule, Slices
 from actmem.engine import BlockFamily, Compilation, Verdicts, resolve
 from actmem.errors import ApplyError, ModeError, PlanError, StructureError
-from actmem.modes import (
-    Budget,
-    CompilerBudget,
-    FromPlan,
-    Mode,
-    Selective,
-)
+from actmem.modes import Budget, FromPlan, Mode, Selective
 from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
 from actmem.settings import Offload
 from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
-from actmem.torchcompat import all_operator_names, compiler_budget, keep_graph_order, named_modules
+from actmem.torchcompat import all_operator_names, keep_graph_order, named_modules
 
 __all__ = [
     "Applied",
@@ -309,7 +303,6 @@ def refuse_state(model: nn.Module) -> None:
 class _Resolved(NamedTuple):
     """A plan and what it means for a model. The lists have an entry for each block."""
 
-    mode: Mode | Plan
     plan: Plan
     blocks: tuple[Block, ...]
     roles: Sequence[dict[str, tuple[str, ...]]]
@@ -376,7 +369,7 @@ def _resolve(
         )
         for block, its_roles, its_type in zip(found, roles, layer_types, strict=True)
     ]
-    return _Resolved(mode, plan, found, roles, verdicts)
+    return _Resolved(plan, found, roles, verdicts)
 
 
 def _without_absent(plan: Plan, present: set[str]) -> Plan:
@@ -392,11 +385,6 @@ def _blocks_of(
             raise ModeError(
                 f"{name} = {value!r} cannot be combined with a plan, which names its own blocks. Leave {name} out."
             )
-    if plan.mode.startswith(CompilerBudget.__name__):
-        raise PlanError(
-            f"the plan is of {plan.mode}, which is a setting of torch.compile, not a list of rules: read from a plan "
-            "it would do nothing. Give the mode itself: actmem.apply(model, actmem.CompilerBudget(0.5))."
-        )
     try:
         found = find_blocks(model, ",".join(p or "." for p in plan.blocks))
     except StructureError as error:
@@ -538,14 +526,12 @@ def _install(
     collectives: Collectives,
     loss: Callable[[Any], Any] | None,
 ) -> Applied:
-    mode, plan, blocks = resolved.mode, resolved.plan, resolved.blocks
+    plan, blocks = resolved.plan, resolved.blocks
     offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
     compilation = Compilation({b.path: b.module for b in blocks})
     shared = SharedState(plan, model)
     shared.runners = _runners(resolved, engine, collectives, shared, compilation, offloader)
     undo: list[Callable[[], None]] = []
-    if isinstance(mode, CompilerBudget):
-        undo.append(compiler_budget(mode.fraction))
     if engine == "checkpoint":
         undo.append(keep_graph_order())
     classes: dict[Any, type] = {}
@@ -568,7 +554,7 @@ def _runners(
     offloader: Offloader | None,
 ) -> tuple[BlockRunner, ...]:
     """Make a runner for each block. Blocks of one class for which the plan says the same are one family."""
-    mode, plan = resolved.mode, resolved.plan
+    plan = resolved.plan
     families: dict[Any, BlockFamily] = {}
     cuts: dict[Any, Any] = {}
     runners: list[BlockRunner] = []
@@ -581,7 +567,7 @@ def _runners(
             BlockRunner(
                 block.path,
                 families[key],
-                engine="none" if isinstance(mode, CompilerBudget) else "tape" if engine == "auto" else engine,
+                engine="tape" if engine == "auto" else engine,
                 cuts=cuts,
                 observed=shared.called,
                 state=shared.state,

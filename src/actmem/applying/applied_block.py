@@ -299,7 +299,7 @@ class BlockRunner:
         self.family = family
         self.verdicts = family.verdicts
         self.engine = engine
-        """Which engine runs in eager: "tape", "checkpoint", or "none" if only a compiled graph can follow the plan."""
+        """Which engine runs in eager: "tape" or "checkpoint"."""
         self.num_checked = 1
         """How many of the next calls are observed, with each replay checked against a checksum."""
         self.idle = False
@@ -443,11 +443,6 @@ class BlockRunner:
         return self._cut_shapes == _shapes(inputs) and outer_hooks() is None
 
     def _refuse(self, kwargs: dict[str, Any]) -> None:
-        if self.engine == "none":
-            raise UnsupportedError(
-                f"{self.path} runs in eager, and CompilerBudget is a setting of torch.compile that does nothing there. "
-                "Compile the model: model.compile(), or choose a mode of actmem's own, such as actmem.Full()."
-            )
         if functorch_transform() == "Grad":
             raise UnsupportedError(_functorch_message(self.path, "around"))
         if self.engine == "checkpoint":
