@@ -195,6 +195,13 @@ def test_nothing_outlives_a_step_even_without_the_garbage_collector(name: str) -
             gc.enable()
 
 
+def test_a_handle_says_whether_its_plan_is_still_applied() -> None:
+    applied = actmem.apply(titan(), Full())
+    assert applied.is_on
+    applied.remove()
+    assert not applied.is_on
+
+
 def test_a_frozen_block_on_inputs_without_gradients_runs_no_tape(tapes: list[Tape]) -> None:
     model = titan()
     model.tok_embeddings.requires_grad_(False)

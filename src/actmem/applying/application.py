@@ -125,7 +125,7 @@ class Applied:
     @property
     def is_on(self) -> bool:
         """Whether the model is still under the plan: True until `remove`."""
-        return bool(self._undo)
+        return any(runner.active for runner in self._runners)
 
     def remove(self) -> None:
         """Change the model back into what it was. Graphs that were recorded before stay valid. May be called twice."""
