@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import actmem
+from actmem.compat.torchtitan import CompilerBudget
 from actmem.structure import find_blocks
 from benchmarks.outcome import RESULTS, Bound, Outcome
 from benchmarks.table import replaced, rows
@@ -108,7 +109,10 @@ def figures(
     """Measure one variant, compiled layer by layer, or whole."""
     torch._dynamo.reset()
     model = build(shape, kind)
-    applied = None if mode is None else actmem.apply(model, mode, blocks=blocks)
+    if isinstance(mode, CompilerBudget):
+        applied = mode.apply(model)
+    else:
+        applied = None if mode is None else actmem.apply(model, mode, blocks=blocks)
     call: Any = model
     if backend != "eager" and whole:
         call = torch.compile(model, backend=backend)
@@ -126,13 +130,14 @@ def figures(
     for _ in range(2):  # the first is observed, and creates the gradients; from the second on the tape knows its cut
         step()
     peak_bytes, saved_bytes = allocated(step)
-    if applied is None:
+    if applied is not None:
+        applied.remove()
+    if not isinstance(applied, actmem.Applied):
         return {"peak_bytes": peak_bytes, "saved_bytes": saved_bytes, "taken_in": "" if backend == "eager" else "all"}
     report = applied.report()
     compiled = {path for graph in report.compiled for path in (*graph.blocks, *graph.shared_with)}
     compiled -= {path for kind_report in report.kinds for path in kind_report.paths}  # given up since
     taken_in = f"{len(compiled)} of {len(applied.plan.blocks)}" if backend != "eager" else ""
-    applied.remove()
     return {"peak_bytes": peak_bytes, "saved_bytes": saved_bytes, "taken_in": taken_in}
 
 
@@ -158,7 +163,7 @@ def _budgets(outcome: Outcome, shape: Shape, budgets: Sequence[float]) -> None:
     peaks: list[int] = []
     with functorch_config.patch(enable_autograd_cache=False):  # its key does not include the budget's solver
         for fraction in budgets:
-            found = figures(shape, "dense", "aot_eager", actmem.CompilerBudget(fraction), None, whole=True)
+            found = figures(shape, "dense", "aot_eager", CompilerBudget(fraction), None, whole=True)
             peaks.append(found["peak_bytes"])
             row = {"peak_bytes": found["peak_bytes"], "saved_bytes": found["saved_bytes"]}
             outcome.exact[f"whole dense model, aot_eager, CompilerBudget({fraction})"] = row

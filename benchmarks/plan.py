@@ -35,6 +35,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import actmem
 from actmem import ops
 from actmem.cli import demo
+from actmem.compat.torchtitan import CompilerBudget
 from actmem.planner import budget_fit
 from actmem.planner.cost_frontier import NAMED
 from actmem.planner.solver import Solution, smallest_peak, solve
@@ -292,17 +293,17 @@ def _compiler(outcome: Outcome, case: Case, fractions: Sequence[float]) -> None:
 def _measured_compiled(case: Case, fraction: float) -> actmem.Measurement:
     torch._dynamo.reset()
     model = case.make()
-    actmem.apply(model, actmem.CompilerBudget(fraction))
     call: Any = torch.compile(model, backend="aot_eager")
 
     def step() -> None:
         model.zero_grad()
         call(*case.batch).backward()
 
-    for _ in range(2):
-        step()
-    model.zero_grad()
-    return _tensors(actmem.measure(step, model=model))
+    with CompilerBudget(fraction).apply(model):
+        for _ in range(2):
+            step()
+        model.zero_grad()
+        return _tensors(actmem.measure(step, model=model))
 
 
 def _tensors(found: actmem.Measurement) -> actmem.Measurement:

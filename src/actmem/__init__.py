@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from actmem.measuring import Measurement, measure
     from actmem.modes import (
         Budget,
-        CompilerBudget,
         FromPlan,
         Full,
         OffloadActivations,
@@ -67,7 +66,6 @@ __all__ = [
     "ApplyError",
     "Budget",
     "BudgetError",
-    "CompilerBudget",
     "Device",
     "DeviceError",
     "Diagnosis",
@@ -129,9 +127,7 @@ __getattr__, __dir__ = on_first_use(
             "PlanError ReplayError SelfCheckError StructureError UnsupportedError VersionError"
         ),
         "actmem.measuring": "Measurement measure",
-        "actmem.modes": (
-            "Budget CompilerBudget FromPlan Full OffloadActivations Rules SaveEverything Selective Targets every_second"
-        ),
+        "actmem.modes": "Budget FromPlan Full OffloadActivations Rules SaveEverything Selective Targets every_second",
         "actmem.plan": "Plan",
         "actmem.planner": "Frontier Largest fit frontier largest",
         "actmem.profiles": "Profile",

@@ -18,7 +18,6 @@ from actmem.units import parse_budget
 __all__ = [
     "TARGETS",
     "Budget",
-    "CompilerBudget",
     "EverySecond",
     "FromPlan",
     "Full",
@@ -234,36 +233,6 @@ class Targets:
 
 
 @dataclass(frozen=True)
-class CompilerBudget:
-    """Leave the choice to torch.compile's own budget: a fraction of what its graphs would save. Not actmem's engine.
-
-    It affects every graph that is compiled while the mode is applied, works under torch.compile only, and has defects
-    of its own: a smaller budget can mean a higher peak, because the compiler's knapsack does not see what a
-    recomputation must hold, and below 1.0 it has been seen to recompute random operators with different numbers. It is
-    included for comparison. docs/compile.md has the figures.
-
-    >>> CompilerBudget(0.5)
-    CompilerBudget(fraction=0.5)
-
-    Raises:
-        ModeError: if the fraction is not between 0 and 1.
-    """
-
-    fraction: float
-    """0 recomputes everything that the compiler can recompute, 1 is the compiler's default."""
-
-    def __post_init__(self) -> None:
-        if type(self.fraction) not in (int, float) or not 0 <= self.fraction <= 1:
-            raise ModeError(
-                f"fraction = {self.fraction!r} is not permitted. Expected a number from 0 to 1: CompilerBudget(0.5)."
-            )
-
-    def rules(self) -> tuple[Rule, ...]:
-        """Resolve to rules: the compiler decides, so actmem adds nothing."""
-        return (Rule("save"),)
-
-
-@dataclass(frozen=True)
 class Budget:
     """Keep a step within a memory budget, and train as fast as that allows.
 
@@ -382,7 +351,7 @@ class FromPlan:
         return f"FromPlan({self.path!r})"
 
 
-Mode = SaveEverything | Full | Selective | Targets | Rules | OffloadActivations | CompilerBudget | Budget | FromPlan
+Mode = SaveEverything | Full | Selective | Targets | Rules | OffloadActivations | Budget | FromPlan
 """What `apply` takes, besides a Plan."""
 
 

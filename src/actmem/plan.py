@@ -12,6 +12,7 @@ from actmem.decision_rules import Rule, check_rules, unknown_decision
 from actmem.errors import ModeError, PlanError
 from actmem.ops import did_you_mean
 from actmem.settings import STRICT, Offload
+from actmem.shapes import TensorShape, shapes_as_text
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -42,9 +43,9 @@ class FitRecord:
     """The device whose speed was assumed."""
     optimizer: str
     """The optimizer that is counted, and the dtype of its state; "none" if none is counted."""
-    shapes: tuple[str, ...]
-    """The tensors of the example, such as `input_ids int64 [1, 8192]`."""
-    calls: tuple[tuple[str, ...], ...] = ()
+    shapes: tuple[TensorShape, ...]
+    """The tensors of the example."""
+    calls: tuple[tuple[TensorShape, ...], ...] = ()
     """The tensors of each different call of the model, where the plan is for a step of the user's own loop."""
     is_step: bool = False
     """The plan is for a step of the user's own loop, `step=`, not for an example."""
@@ -149,7 +150,8 @@ class Plan:
         if self.exact:
             document["exact"] = True
         if self.predicted is not None:
-            document["predicted"] = asdict(self.predicted)
+            p = self.predicted
+            document["predicted"] = {**asdict(p), **shapes_as_text(p.shapes, p.calls)}
         return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -212,7 +214,7 @@ def _foretold(p: FitRecord) -> list[str]:
         f"predicted peak: {peak:,.1f} MiB of {budget:,.1f} MiB, at {p.peak_at or 'no operator'}",
         *(f"  {sentence}" for sentence in p.peak_words),
         f"predicted step: {p.step_time_ratio:.4f}x of saving everything on {p.device}; {bound}",
-        f"assumed: {', '.join(p.shapes) or 'no tensors'}; optimizer {p.optimizer}",
+        f"assumed: {', '.join(map(str, p.shapes)) or 'no tensors'}; optimizer {p.optimizer}",
     ]
     if p.is_step:
         lines[-1] += "; a step of your own loop"

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from actmem.errors import PlanError
+from actmem.shapes import TensorShape, read_shape, shapes_as_text
 
 __all__ = ["COPY", "WITHOUT_LIVE", "Call", "Cost", "Entry", "Layer", "Profile", "Value", "Write", "shifted"]
 
@@ -174,8 +175,8 @@ class Profile:
     """A digest of the classes of the modules and of which parameters are trained."""
     blocks: tuple[str, ...] = ()
     """Paths of the blocks."""
-    shapes: tuple[str, ...] = ()
-    """The tensors of the example, such as `input_ids int64 [1, 128]`."""
+    shapes: tuple[TensorShape, ...] = ()
+    """The tensors of the example."""
     parameters_bytes: int = 0
     buffers_bytes: int = 0
     gradients_bytes: int = 0
@@ -185,8 +186,8 @@ class Profile:
     optimizer_bytes: int = 0
     """Bytes the optimizer keeps from step to step."""
     optimizer: str = "none"
-    calls: tuple[tuple[str, ...], ...] = ()
-    """The tensors of each different call of the model in a step of the user's own loop, such as `x float32 [4, 32]`."""
+    calls: tuple[tuple[TensorShape, ...], ...] = ()
+    """The tensors of each different call of the model in a step of the user's own loop."""
     is_step: bool = False
     """It is a step of the user's own loop: the gradients, the optimizer's state and its step are part of the log."""
     microbatches: int = 1
@@ -212,7 +213,7 @@ class Profile:
 
     def to_json(self) -> str:
         """Write the profile as JSON."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps({**asdict(self), **shapes_as_text(self.shapes, self.calls)}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -229,9 +230,10 @@ class Profile:
             costs = tuple(Cost(**cost) for cost in found.pop("costs"))
             log = tuple(tuple(entry) for entry in found.pop("log"))
             storages = {int(k): v for k, v in found.pop("storages").items()}
-            texts = {name: tuple(found.pop(name)) for name in ("blocks", "shapes")}
-            calls = tuple(tuple(call) for call in found.pop("calls"))
-            return cls(layers=layers, costs=costs, log=log, storages=storages, calls=calls, **texts, **found)
+            found["blocks"] = tuple(found["blocks"])
+            found["shapes"] = tuple(read_shape(text) for text in found["shapes"])
+            found["calls"] = tuple(tuple(read_shape(text) for text in call) for call in found["calls"])
+            return cls(layers=layers, costs=costs, log=log, storages=storages, **found)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PlanError(f"this is not a profile: {error}. Make one with actmem.profile(...).to_json().") from error
 

@@ -71,6 +71,7 @@ __all__ = [
     "restore_numerics",
     "saved_by_partitioner",
     "selective_contexts",
+    "set_compiler_budget",
     "sizes",
     "storage_key",
     "suggested_format",
@@ -430,18 +431,20 @@ def keep_graph_order() -> Callable[[], None]:
     return lambda: _eval_frame._set_lru_cache(True)
 
 
-def compiler_budget(fraction: float) -> Callable[[], None]:
-    """Set the memory budget of the compiler's partitioner for every graph. Return a function that undoes it."""
-    import torch._functorch.config as found
+def compiler_budget() -> float:
+    """Return the memory budget of the compiler's partitioner: which fraction of the activations its graphs may save."""
+    import torch._functorch.config as config
 
-    config: Any = found
-    before = config.activation_memory_budget
-    config.activation_memory_budget = float(fraction)
+    return cast(Any, config).activation_memory_budget
 
-    def undo() -> None:
-        config.activation_memory_budget = before
 
-    return undo
+def set_compiler_budget(fraction: float) -> float:
+    """Set that budget, for every graph that is compiled from now on. Return the one before."""
+    import torch._functorch.config as config
+
+    before = compiler_budget()
+    cast(Any, config).activation_memory_budget = float(fraction)
+    return before
 
 
 class _Opened(threading.local):

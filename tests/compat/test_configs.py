@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import actmem
 from actmem import (
-    CompilerBudget,
     Full,
     ModeError,
     Offload,
@@ -21,6 +21,7 @@ from actmem import (
 )
 from actmem.compat import axolotl, nemo, prime_rl, torchtitan
 from actmem.compat.configs import FromConfig, read_config
+from actmem.compat.torchtitan import CompilerBudget
 from tests.compat.training import assert_trains_the_same, layers_of
 from tests.zoo import ZOO
 
@@ -149,7 +150,10 @@ def test_a_file_becomes_a_mode_by_its_own_system_and_by_recognition(system: str,
     assert found == read_config(str(path))
     assert found.system == system
     assert (found.line is None) is (mode is None)
-    if found.line is not None:
+    if isinstance(mode, CompilerBudget):
+        with eval(found.line, {"actmem": actmem, "model": nn.Linear(2, 2)}) as applied:
+            assert applied.budget == mode
+    elif found.line is not None:
         made = eval(found.line, {"actmem": Called(), "model": None})
         assert made == (mode, dict(found.options)), "the line that is printed says the same"
     assert all(value is not None for value in found.said.values())

@@ -13,8 +13,16 @@ from torch import Tensor, nn
 import actmem
 from actmem import ApplyError, Full, ModeError, Rule, SaveEverything, SelfCheckError
 from actmem.compat import torchtitan
-from actmem.compat.torchtitan import ActivationCheckpoint, FullAC, MemoryBudgetAC, SelectiveAC, apply_ac
+from actmem.compat.torchtitan import (
+    ActivationCheckpoint,
+    CompilerBudget,
+    FullAC,
+    MemoryBudgetAC,
+    SelectiveAC,
+    apply_ac,
+)
 from actmem.decision_rules import Slices
+from actmem.torchcompat import compiler_budget
 from tests.compat.training import REQUIRED, assert_trains_the_same, gradients, parameters_of
 from tests.zoo import ZOO, Case, TitanLike, ids_only, seeded, square_mean
 
@@ -362,11 +370,13 @@ def test_a_mode_that_torchtitan_refuses_is_refused(options: dict[str, Any], comp
 
 def test_a_memory_budget_is_the_compilers() -> None:
     first = MemoryBudgetAC.Config(memory_budget=0.25).build().apply(TitanLike())
-    assert first.plan.mode == "CompilerBudget(fraction=0.25)"
-    first.remove()
+    assert (first.budget, compiler_budget()) == (CompilerBudget(0.25), 0.25)
     second = apply_ac(TitanLike(), older(mode="memory_budget", memory_budget=0.75), model_compile_enabled=True)
-    assert second.plan.mode == "CompilerBudget(fraction=0.75)"
+    assert (second.budget, compiler_budget()) == (CompilerBudget(0.75), 0.75)
+    first.remove()
+    assert compiler_budget() == 0.75
     second.remove()
+    assert compiler_budget() == 1
 
 
 def test_a_second_call_does_nothing() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import actmem
 from actmem import Applied, Measurement
+from actmem.compat.torchtitan import AppliedBudget, CompilerBudget
 from actmem.modes import Mode
 from actmem.structure import find_blocks
 from tests.zoo import Batch, Case
@@ -63,7 +64,7 @@ class Trained:
 
     loss: Tensor
     gradients: dict[str, Tensor]
-    applied: Applied | None
+    applied: Applied | AppliedBudget | None
     step: Callable[[], Tensor]
     model: nn.Module
     measured: Measurement | None = field(default=None)
@@ -75,7 +76,7 @@ class Trained:
 
 def trained(
     case: Case,
-    mode: Mode | None,
+    mode: Mode | CompilerBudget | None,
     how: str,
     *,
     backend: Any = "aot_eager",
@@ -87,7 +88,10 @@ def trained(
     torch._dynamo.reset()
     model, batch = built(case)
     call: Any = compiled(model, how, backend, case.blocks, **options) if compile_first else None
-    applied = None if mode is None else actmem.apply(model, mode, blocks=case.blocks, engine=engine)
+    if isinstance(mode, CompilerBudget):
+        applied = mode.apply(model)
+    else:
+        applied = None if mode is None else actmem.apply(model, mode, blocks=case.blocks, engine=engine)
     if call is None:
         call = compiled(model, how, backend, case.blocks, **options)
 

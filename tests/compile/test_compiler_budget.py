@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-import actmem
-from actmem import CompilerBudget, Full, ModeError, UnsupportedError
+from actmem import Full, ModeError, UnsupportedError
+from actmem.compat.torchtitan import CompilerBudget
 from tests.compile.blocks import fresh_compiler
-from tests.compile.compiling import Stack, Tiny, differing, distance, trained
+from tests.compile.compiling import HOW, Stack, Tiny, compiled, differing, distance, dynamo_counts, trained
 from tests.zoo import ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own, of many kinds
@@ -28,12 +28,25 @@ def budget() -> float:
 def test_the_budget_of_the_compiler_is_set_while_applied_and_restored() -> None:
     before = budget()
     model = Stack(Tiny)
-    with actmem.apply(model, CompilerBudget(0.5)):
+    with CompilerBudget(0.5).apply(model):
         assert budget() == 0.5
     assert budget() == before
-    applied = actmem.apply(model, CompilerBudget(0))
+    applied = CompilerBudget(0).apply(model)
     assert budget() == 0
     applied.remove()
+    applied.remove()
+    assert budget() == before
+    assert not model._forward_pre_hooks
+
+
+def test_of_several_budgets_the_latest_is_in_force_whichever_is_removed_first() -> None:
+    before = budget()
+    first, second, third = (CompilerBudget(f).apply(Stack(Tiny)) for f in (0.25, 0.5, 0.75))
+    second.remove()
+    assert budget() == 0.75
+    third.remove()
+    assert budget() == 0.25
+    first.remove()
     assert budget() == before
 
 
@@ -68,12 +81,24 @@ def test_the_budget_of_the_compiler_recomputes_dropout_with_other_numbers_and_a_
 
 def test_the_budget_of_the_compiler_raises_where_nothing_is_compiled() -> None:
     model = Stack(Tiny)
-    with actmem.apply(model, CompilerBudget(0.5)), pytest.raises(UnsupportedError) as error:
-        model(torch.ones(2, 6, 8))
+    with CompilerBudget(0.5).apply(model):
+        with pytest.raises(UnsupportedError) as error:
+            model(torch.ones(2, 6, 8))
+        with torch.no_grad():
+            model(torch.ones(2, 6, 8))
+        model.eval()(torch.ones(2, 6, 8))
     assert str(error.value) == (
-        "layers.0 runs in eager, and CompilerBudget is a setting of torch.compile that does nothing there. Compile the "
+        "Stack runs in eager, and CompilerBudget is a setting of torch.compile that does nothing there. Compile the "
         "model: model.compile(), or choose a mode of actmem's own, such as actmem.Full()."
     )
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_budget_of_the_compiler_takes_a_model_that_is_compiled_in_any_way(how: str) -> None:
+    model = Stack(Tiny)
+    with CompilerBudget(0.5).apply(model), dynamo_counts() as counts:
+        compiled(model, how)(torch.ones(2, 6, 8)).sum().backward()
+    assert counts["graphs"] > 0 and counts["breaks"] == 0
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.5, "0.5", True, None, float("nan")])

@@ -10,7 +10,6 @@ PROMISED = {
     "ApplyError",
     "Budget",
     "BudgetError",
-    "CompilerBudget",
     "Device",
     "DeviceError",
     "Diagnosis",

@@ -15,7 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from actmem import CompilerBudget, Full, OffloadActivations
+from actmem import Full, OffloadActivations
+from actmem.compat.torchtitan import CompilerBudget
 from actmem.diagnosis import Diagnosis, doctor
 from tests.diagnosis.messages import ReadsTwice
 
@@ -390,8 +391,8 @@ PATIENTS: dict[str, tuple[str, str, Visit, Visit]] = {
     "dropout_under_the_compilers_budget": (
         "known-bugs",
         "problem",
-        lambda: doctor(Stack(lambda: Block(nn.Dropout(0.1))), mode=CompilerBudget(0.5), versions=NOW),
-        lambda: doctor(Stack(lambda: Block(nn.Dropout(0.0))), mode=CompilerBudget(0.5)),
+        lambda: under_the_compilers_budget(Stack(lambda: Block(nn.Dropout(0.1))), versions=NOW),
+        lambda: under_the_compilers_budget(Stack(lambda: Block(nn.Dropout(0.0)))),
     ),
     "dropout_without_the_generators_state": (
         "random-numbers",
@@ -491,6 +492,11 @@ PATIENTS: dict[str, tuple[str, str, Visit, Visit]] = {
     ),
 }
 """What to check, how bad it is, a visit with it and a visit without."""
+
+
+def under_the_compilers_budget(model: nn.Module, **options: Any) -> Diagnosis:
+    with CompilerBudget(0.5).apply(model):
+        return doctor(model, **options)
 
 
 def _with_wrapped_tower() -> Towers:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import actmem
-from tests.models.further_classes import CLASSES, build
+from tests.further_models import CLASSES, build
 from tests.unit.measuring.allocator_programs import allocated
 from tests.zoo import ZOO
 
@@ -32,11 +32,11 @@ def zoo_step(name: str) -> tuple[nn.Module, Callable[[], None]]:
 
 
 def further_step(name: str) -> tuple[nn.Module, Callable[[], None]]:
-    model, loss = build(name)
+    model, batch = build(name)
 
     def step() -> None:
         torch.manual_seed(0)
-        loss().backward()
+        model(**batch).loss.backward()
         model.zero_grad()
 
     return model, step

@@ -12,7 +12,7 @@ from torch import nn
 
 import actmem
 from actmem import Rule
-from tests.planner.further_models import FURTHER, built
+from tests.further_models import UNUSUAL, build
 from tests.planner.steps import DEVICE
 
 MODES: dict[str, Any] = {
@@ -34,7 +34,7 @@ def seed() -> None:
 
 def measured(name: str, mode: Any) -> int:
     """Return the peak of the third step."""
-    model, batch = built(name)
+    model, batch = build(name)
 
     def step() -> None:
         out: Any = model(**batch)
@@ -54,7 +54,7 @@ def _begin(model: nn.Module) -> None:
 
 
 def profiled(name: str, *, fake: bool) -> actmem.Profile:
-    model, batch = built(name)
+    model, batch = build(name)
     seed()
     return actmem.profile(model, batch, fake=fake, optimizer=None)
 
@@ -63,7 +63,7 @@ def same(name: str, mode: Any, *, fake: bool) -> None:
     assert actmem.predict(profiled(name, fake=fake), mode).peak_bytes == measured(name, mode)
 
 
-@pytest.mark.parametrize(("name", "mode"), [*zip(FURTHER, [*MODES][1:] * 2, strict=True)])
+@pytest.mark.parametrize(("name", "mode"), [*zip(UNUSUAL, [*MODES][1:] * 2, strict=True)])
 def test_a_real_profile_predicts_what_is_measured(name: str, mode: str) -> None:
     same(name, MODES[mode], fake=False)
 
@@ -75,7 +75,7 @@ def test_a_fake_profile_of_one_block_that_is_called_three_times_is_no_other() ->
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
-@pytest.mark.parametrize("name", FURTHER)
+@pytest.mark.parametrize("name", UNUSUAL)
 def test_every_mode_takes_what_is_predicted(name: str, mode: str, fake: bool) -> None:
     if fake and name in BY_DATA:
         with pytest.raises(actmem.UnsupportedError, match="fake"):
@@ -86,12 +86,12 @@ def test_every_mode_takes_what_is_predicted(name: str, mode: str, fake: bool) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
-@pytest.mark.parametrize("name", FURTHER)
+@pytest.mark.parametrize("name", UNUSUAL)
 def test_a_fitted_plan_takes_what_is_predicted_and_keeps_its_budget(name: str, share: float) -> None:
     profile = profiled(name, fake=False)
     least, most = (actmem.predict(profile, MODES[mode]).peak_bytes for mode in ("full", "save"))
     budget = int(least + share * (most - least))
-    model, batch = built(name)
+    model, batch = build(name)
     seed()
     plan = actmem.fit(model, batch, budget=f"{budget}B", headroom=0, fake=False, optimizer=None, device=DEVICE)
     assert plan.predicted is not None

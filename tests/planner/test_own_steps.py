@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import actmem
 from actmem.errors import BudgetError, ModeError, UnsupportedError
+from actmem.shapes import TensorShape
 from actmem.simulation.step_walk import Ground, walk
 from tests.planner.loops import LOOPS, Loop, adamw, mean
 from tests.planner.steps import DEVICE, Act, rows, stack
@@ -333,7 +334,7 @@ def test_a_budget_is_applied_from_a_step_and_refuses_a_larger_batch() -> None:
     budget = int(0.9 * actmem.predict(profile, actmem.SaveEverything(), DEVICE).peak_bytes)
     with actmem.apply(model, actmem.Budget(budget, device=DEVICE), step=step) as applied:
         assert applied.plan.predicted is not None
-        assert applied.plan.predicted.calls == (("input float32 [64, 32]",),)
+        assert applied.plan.predicted.calls == ((TensorShape("input", "float32", (64, 32)),),)
         for _ in range(2):
             step()
         assert actmem.measure(step, model=model, optimizer=optimizer).tensor_bytes <= budget

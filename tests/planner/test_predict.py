@@ -126,12 +126,6 @@ def test_a_plan_of_another_model_is_refused() -> None:
         actmem.predict(profile, applied.plan, DEVICE)
 
 
-def test_what_the_compiler_will_choose_is_not_predicted() -> None:
-    profile = Training(stack(2), rows(4), lambda out: out.square().mean()).profile()
-    with pytest.raises(PlanError, match="cannot be predicted"):
-        actmem.predict(profile, actmem.CompilerBudget(0.5), DEVICE)
-
-
 @pytest.mark.parametrize("name", ["llama", "moe_topk", "resnet"])
 def test_what_is_offloaded_peaks_as_predicted(name: str) -> None:
     place = actmem.Offload(to="disk", min_bytes=0, in_flight_bytes=2**10)

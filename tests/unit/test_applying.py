@@ -195,6 +195,13 @@ def test_nothing_outlives_a_step_even_without_the_garbage_collector(name: str) -
             gc.enable()
 
 
+def test_a_handle_says_whether_its_plan_is_still_applied() -> None:
+    applied = actmem.apply(titan(), Full())
+    assert applied.is_on
+    applied.remove()
+    assert not applied.is_on
+
+
 def test_a_frozen_block_on_inputs_without_gradients_runs_no_tape(tapes: list[Tape]) -> None:
     model = titan()
     model.tok_embeddings.requires_grad_(False)
@@ -203,11 +210,3 @@ def test_a_frozen_block_on_inputs_without_gradients_runs_no_tape(tapes: list[Tap
         step(model)
         assert len(tapes) == 2
         assert applied.report().unobserved == ("layers.0",)
-
-
-def test_a_plan_of_the_compilers_budget_is_refused_since_its_rules_would_do_nothing() -> None:
-    model = titan()
-    with actmem.apply(model, actmem.CompilerBudget(0.5)) as applied:
-        plan = applied.plan
-    with pytest.raises(actmem.PlanError, match="it would do nothing"):
-        actmem.apply(model, plan)

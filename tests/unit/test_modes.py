@@ -10,7 +10,6 @@ from actmem.decision_rules import Rule, check_rules
 from actmem.errors import ModeError
 from actmem.modes import (
     TARGETS,
-    CompilerBudget,
     FromPlan,
     Full,
     Rules,
@@ -35,7 +34,6 @@ MODES = [
         every=2,
     ),
     Targets(["norm", "own:adapter"], layers=":4"),
-    CompilerBudget(0.5),
     Selective(save=["attention", every_second("matmul"), "aten::mm", "*.mlp::aten.mm"]),
     Targets(["norm", "mlp"]),
     Rules([Rule("offload", module="*.mlp", op="matmul", layers="0:24"), Rule("save")]),
@@ -160,8 +158,6 @@ REFUSED = {
     "Selective(save_sliding_window='no')": lambda: Selective(save=["matmul"], save_sliding_window="no"),  # type: ignore[arg-type]
     "Selective(recompute_layer_types=[''])": lambda: Selective(save=["matmul"], recompute_layer_types=[""]),
     "Selective(min_bytes=-1)": lambda: Selective(save=["matmul"], min_bytes=-1),
-    "CompilerBudget(2)": lambda: CompilerBudget(2),
-    "CompilerBudget('half')": lambda: CompilerBudget("half"),  # type: ignore[arg-type]
     "FromPlan('')": lambda: FromPlan(""),
     "FromPlan(3)": lambda: FromPlan(3),  # type: ignore[arg-type]
 }

@@ -11,7 +11,8 @@ from syrupy.assertion import SnapshotAssertion
 from actmem.decision_rules import DECISIONS, TARGETS, Rule, Slices, check_rules
 from actmem.errors import ModeError, PlanError
 from actmem.ops import GROUPS
-from actmem.plan import Plan
+from actmem.plan import FitRecord, Plan
+from actmem.shapes import TensorShape
 
 PLAN = Plan(
     [
@@ -321,3 +322,30 @@ def test_files_that_cannot_be_read_or_written_are_named(
 def test_a_plan_of_another_version_cannot_be_made() -> None:
     with pytest.raises(ModeError, match="version = 2 is not known"):
         dataclasses.replace(PLAN, version=2)
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+PREDICTED = dataclasses.replace(
+    PLAN,
+    predicted=FitRecord(
+        *(2**20, 2**21, 1.0, 0, 1.0, 0.0, "h100-80gb", "none"),
+        shapes=(TensorShape("input_ids", "int64", (1, 128)), TensorShape("a name", "bool", ())),
+        calls=((TensorShape("0", "float32", (4, 32)),),),
+    ),
+)
+
+
+def test_a_plan_file_holds_shapes_as_text_and_gives_them_back_as_data() -> None:
+    document = json.loads(PREDICTED.to_json())["predicted"]
+    assert document["shapes"] == ["input_ids int64 [1, 128]", "a name bool []"]
+    assert document["calls"] == [["0 float32 [4, 32]"]]
+    assert Plan.from_json(PREDICTED.to_json()) == PREDICTED
+
+
+def test_a_shape_that_cannot_be_read_is_refused_with_its_place() -> None:
+    text = PREDICTED.to_json().replace("0 float32 [4, 32]", "float32 x 4")
+    assert refusal(lambda: Plan.from_json(text)) == (
+        "PlanError: the plan text: predicted.calls[0][0]: 'float32 x 4' does not describe a tensor. Expected "
+        "'input_ids int64 [1, 128]' or the like."
+    )

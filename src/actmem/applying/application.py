@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
 
 from actmem import ops
-from actmem.applying.applied_block import BlockRunner, applied_runner, install, local, uninstall
+from actmem.applying.applied_block import BlockRunner, SharedState, applied_runner, install, uninstall
 from actmem.decision_rules import Rule, Slices
-from actmem.engine import BlockFamily, Compilation, log_once, resolve, storages_of
+from actmem.engine import BlockFamily, Compilation, Verdicts, resolve
 from actmem.errors import ApplyError, ModeError, PlanError, StructureError
-from actmem.modes import (
-    Budget,
-    CompilerBudget,
-    FromPlan,
-    Mode,
-    Selective,
-)
+from actmem.modes import Budget, FromPlan, Mode, Selective
 from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
 from actmem.settings import Offload
 from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
-from actmem.torchcompat import all_operator_names, compiler_budget, keep_graph_order, named_modules
+from actmem.torchcompat import all_operator_names, keep_graph_order, named_modules
 
 __all__ = [
     "Applied",
@@ -44,7 +36,6 @@ __all__ = [
 ]
 
 _MODES: tuple[type, ...] = get_args(Mode)
-_FLEX = "higher_order.flex_attention"
 Engine = Literal["auto", "tape", "checkpoint"]
 Collectives = Literal["save", "recompute"]
 
@@ -134,7 +125,7 @@ class Applied:
     @property
     def is_on(self) -> bool:
         """Whether the model is still under the plan: True until `remove`."""
-        return bool(self._undo)
+        return any(runner.active for runner in self._runners)
 
     def remove(self) -> None:
         """Change the model back into what it was. Graphs that were recorded before stay valid. May be called twice."""
@@ -206,7 +197,37 @@ def apply(
     192
     >>> applied.remove()
     """
+    profiled = _Profiled(example, step, loss, fake)
+    _validate(model, mode, engine, collectives, profiled)
+    if isinstance(mode, Budget):
+        mode = _fitted(model, mode, profiled, blocks, scope)
+        blocks = scope = None  # the plan names its blocks
+    return _install(model, _resolve(model, mode, engine, blocks, scope), engine, collectives, loss)
+
+
+# ---------------------------------------------------------------- validate: refuse what cannot be
+
+
+class _Profiled(NamedTuple):
+    """What a Budget profiles, and how."""
+
+    example: Any
+    step: Callable[[], object] | None
+    loss: Callable[[Any], Any] | None
+    fake: bool
+
+
+def _validate(
+    model: nn.Module, mode: Mode | Plan, engine: Engine, collectives: Collectives, profiled: _Profiled
+) -> None:
     check_module(model)
+    _refuse_unknown(mode, engine, collectives)
+    _refuse_profiled(mode, profiled)
+    _refuse_combined(mode, engine, collectives)
+    refuse_state(model)
+
+
+def _refuse_unknown(mode: Mode | Plan, engine: Engine, collectives: Collectives) -> None:
     if not isinstance(mode, (*_MODES, Plan)):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
         names = ", ".join(m.__name__ for m in _MODES)
         raise ModeError(
@@ -223,19 +244,26 @@ def apply(
             f"collectives = {collectives!r} is not known. Expected 'save' (run once) or 'recompute' (run again in "
             "the backward pass, on every rank)."
         )
-    if (example is not None or loss is not None) and not isinstance(mode, (Budget, Plan)):
+
+
+def _refuse_profiled(mode: Mode | Plan, profiled: _Profiled) -> None:
+    """Refuse a Budget without a batch, and a batch without a Budget."""
+    if (profiled.example is not None or profiled.loss is not None) and not isinstance(mode, (Budget, Plan)):
         raise ModeError(
             f"example and loss are for a Budget, which profiles the model; {type(mode).__name__} does not. Leave them "
             "out."
         )
-    if step is not None and not isinstance(mode, Budget):
+    if profiled.step is not None and not isinstance(mode, Budget):
         raise ModeError(f"step is for a Budget, which profiles it; {type(mode).__name__} does not. Leave it out.")
-    if not fake and not isinstance(mode, Budget):
+    if not profiled.fake and not isinstance(mode, Budget):
         raise ModeError(
             f"fake = False is for a Budget, which profiles the model; {type(mode).__name__} does not. Leave it out."
         )
-    if isinstance(mode, Budget) and example is None and step is None:
+    if isinstance(mode, Budget) and profiled.example is None and profiled.step is None:
         raise ModeError(f"{mode!r} needs a batch to plan for. Write actmem.apply(model, {mode!r}, example=batch).")
+
+
+def _refuse_combined(mode: Mode | Plan, engine: Engine, collectives: Collectives) -> None:
     if isinstance(mode, Budget) and engine == "checkpoint":
         raise ModeError(
             "engine = 'checkpoint' runs whole blocks twice, and its peak is not the planned one. Leave it out: a "
@@ -246,175 +274,6 @@ def apply(
             "collectives = 'recompute' cannot be combined with engine = 'checkpoint', which never runs a collective "
             "twice. Leave one of them out."
         )
-    refuse_state(model)
-    if isinstance(mode, Budget):
-        from actmem.planner import fit  # its solver takes a while to import
-        from actmem.profiling import called_as
-
-        what = "example=batch" if step is None else "step=step"
-        with called_as(f"actmem.apply(model, actmem.Budget({mode.amount!r}, ...), {what}, fake=False)"):
-            mode = fit(
-                model,
-                example,
-                budget=mode.amount,
-                step=step,
-                loss=loss,
-                device=mode.device,
-                offload=mode.offload,
-                optimizer=mode.optimizer,
-                microbatches=mode.microbatches,
-                blocks=blocks,
-                scope=scope,
-                fake=fake,
-            )
-        blocks = scope = None  # the plan names its blocks
-    if isinstance(mode, FromPlan):
-        mode = Plan.load(mode.path)
-    if isinstance(mode, Plan):
-        plan, found = mode, _blocks_of(model, mode, blocks, scope)
-    else:
-        found = find_blocks(model, blocks, scope)
-        offload = getattr(mode, "offload", None)
-        plan = Plan(mode.rules(), tuple(b.path for b in found), fingerprint(model, found), repr(mode), offload)
-    refuse_blocks(found)
-    every_role, layer_types = find_roles(model, found), [layer_type(b.module) for b in found]
-    if isinstance(mode, Selective):
-        plan = _without_absent(plan, {name for its_roles in every_role for name in its_roles})
-    check_rules(plan.rules, found, every_role, layer_types, model)
-    check_offload(plan, model, engine)
-    offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
-    compilation = Compilation({b.path: b.module for b in found})
-    shared = _SharedState(plan, model)
-    families: dict[Any, BlockFamily] = {}
-    cuts: dict[Any, Any] = {}
-    runners: list[BlockRunner] = []
-    for block, its_roles, its_type in zip(found, every_role, layer_types, strict=True):
-        modules = {path: f"{block.path}.{path}".strip(".") for path, _ in named_modules(block.module)}
-        verdicts = resolve(
-            plan.rules,
-            layer=block.index,
-            num_layers=len(found),
-            modules=modules,
-            roles=its_roles,
-            layer_type=its_type,
-        )
-        key = type(block.module), block.kind, verdicts.key
-        if key not in families:
-            families[key] = BlockFamily(verdicts, compilation, traceable=engine != "tape", exact=plan.exact)
-        families[key].needs_answers |= "router" in its_roles
-        runners.append(
-            BlockRunner(
-                block.path,
-                families[key],
-                engine="none" if isinstance(mode, CompilerBudget) else "tape" if engine == "auto" else engine,
-                cuts=cuts,
-                observed=shared.called,
-                state=shared.state,
-                reissue=collectives == "recompute",
-                offloader=offloader,
-                offload=plan.offload,
-                exact=plan.exact,
-            )
-        )
-    shared.runners = tuple(runners)
-    undo: list[Callable[[], None]] = []
-    if isinstance(mode, CompilerBudget):
-        undo.append(compiler_budget(mode.fraction))
-    if engine == "checkpoint":
-        undo.append(keep_graph_order())
-    classes: dict[Any, type] = {}
-    for block, runner in zip(found, runners, strict=True):
-        install(block.module, runner, classes)
-    if plan.predicted is not None:
-        from actmem.planner import Guard
-
-        guard = Guard(model, plan, loss)
-        undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
-    return Applied(plan, found, tuple(runners), compilation, offloader, undo)
-
-
-def _without_absent(plan: Plan, present: set[str]) -> Plan:
-    """Leave out what `Selective` says about parts that this model does not have, such as the gates of routers."""
-    return replace(plan, rules=tuple(r for r in plan.rules if not (r.target and r.op) or r.target in present))
-
-
-class _SharedState:
-    """What the blocks of a model have in common: its state, and the plan, some of whose names must match."""
-
-    def __init__(self, plan: Plan, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._named = frozenset(i for i, r in enumerate(plan.rules) if r.op or r.module or r.target)
-        self._plan = plan
-        self._logged: set[tuple[str, str]] = set()
-        self._warned = False
-        self.runners: tuple[BlockRunner, ...] = ()
-
-    def state(self) -> frozenset[int]:
-        """Return the storages of the model's parameters and buffers."""
-        model = self._model()
-        if model is None:
-            return frozenset()
-        return frozenset(storages_of([local(t) for t in (*model.parameters(), *model.buffers())]))
-
-    def _warn_of_uncompiled(self) -> None:
-        """Warn where FlexAttention was seen as an operator: a compiled one shows only its kernels."""
-        bare = [s for s in self.runners if any(row.op.startswith(_FLEX) for row in s.decisions or ())]
-        if bare and not self._warned:
-            self._warned = True
-            lost = " since torch.compile could not take in the whole block" if bare[0].given_up else ""
-            warnings.warn(
-                f"FlexAttention runs without compilation in {paths_of(tuple(s.path for s in bare))}{lost}: it is slow, "
-                "and holds all scores at once. Compile it by itself, and it stays compiled in any block: "
-                "flex_attention = torch.compile(flex_attention).",
-                stacklevel=2,
-            )
-
-    def called(self) -> None:
-        """Log what was decided, and notice, when every block has run once, that none of the plan's names matched."""
-        decisions = [row for s in self.runners for row in s.decisions or ()]
-        log_once(decisions, self._plan.rules, self._logged)
-        self._warn_of_uncompiled()
-        if not self._named or any(s.decisions is None for s in self.runners):
-            return
-        if not self._named & set[int]().union(*(s.verdicts.matched for s in self.runners)):
-            seen = sorted({row.op for row in decisions})
-            raise ModeError(
-                f"{self._plan.mode} matches nothing: no operator that ran in the blocks of this model is among "
-                "its names. "
-                f"Operators that ran: {', '.join(seen[:24])}{', ...' if len(seen) > 24 else ''}. Name one of "
-                "these, or a group they belong to."
-            )
-
-
-def _blocks_of(
-    model: nn.Module, plan: Plan, blocks: str | Sequence[str] | None, scope: Sequence[str] | None
-) -> tuple[Block, ...]:
-    for name, value in (("blocks", blocks), ("scope", scope)):
-        if value is not None:
-            raise ModeError(
-                f"{name} = {value!r} cannot be combined with a plan, which names its own blocks. Leave {name} out."
-            )
-    if plan.mode.startswith(CompilerBudget.__name__):
-        raise PlanError(
-            f"the plan is of {plan.mode}, which is a setting of torch.compile, not a list of rules: read from a plan "
-            "it would do nothing. Give the mode itself: actmem.apply(model, actmem.CompilerBudget(0.5))."
-        )
-    try:
-        found = find_blocks(model, ",".join(p or "." for p in plan.blocks))
-    except StructureError as error:
-        raise PlanError(
-            f"the plan was made for another model: {type(model).__name__} does not have the blocks that it names, "
-            f"{', '.join(p or 'the model itself' for p in plan.blocks[:3])}{', ...' if len(plan.blocks) > 3 else ''}. "
-            "Make a plan for this model: actmem.apply(model, mode).plan.save(path)."
-        ) from error
-    actual = fingerprint(model, found)
-    if actual != plan.fingerprint:
-        raise PlanError(
-            f"the plan was made for another model: its fingerprint is {plan.fingerprint}, this model's is "
-            f"{actual} (parameter names, shapes, dtypes "
-            "and blocks count). Make a plan for this model: actmem.apply(model, mode).plan.save(path)."
-        )
-    return found
 
 
 def refuse_state(model: nn.Module) -> None:
@@ -436,6 +295,112 @@ def refuse_state(model: nn.Module) -> None:
                 f"{path or 'the model'} is wrapped by torch's checkpoint_wrapper, which does its own recomputation. "
                 "Build the model without that wrapper, and let actmem decide."
             )
+
+
+# ---------------------------------------------------------------- resolve: the plan, its blocks, what it says to each
+
+
+class _Resolved(NamedTuple):
+    """A plan and what it means for a model. The lists have an entry for each block."""
+
+    plan: Plan
+    blocks: tuple[Block, ...]
+    roles: Sequence[dict[str, tuple[str, ...]]]
+    verdicts: Sequence[Verdicts]
+
+
+def _fitted(
+    model: nn.Module,
+    mode: Budget,
+    profiled: _Profiled,
+    blocks: str | Sequence[str] | None,
+    scope: Sequence[str] | None,
+) -> Plan:
+    from actmem.planner import fit  # its solver takes a while to import
+    from actmem.profiling import called_as
+
+    what = "example=batch" if profiled.step is None else "step=step"
+    with called_as(f"actmem.apply(model, actmem.Budget({mode.amount!r}, ...), {what}, fake=False)"):
+        return fit(
+            model,
+            profiled.example,
+            budget=mode.amount,
+            step=profiled.step,
+            loss=profiled.loss,
+            device=mode.device,
+            offload=mode.offload,
+            optimizer=mode.optimizer,
+            microbatches=mode.microbatches,
+            blocks=blocks,
+            scope=scope,
+            fake=profiled.fake,
+        )
+
+
+def _resolve(
+    model: nn.Module,
+    mode: Mode | Plan,
+    engine: Engine,
+    blocks: str | Sequence[str] | None,
+    scope: Sequence[str] | None,
+) -> _Resolved:
+    if isinstance(mode, FromPlan):
+        mode = Plan.load(mode.path)
+    if isinstance(mode, Plan):
+        plan, found = mode, _blocks_of(model, mode, blocks, scope)
+    else:
+        found = find_blocks(model, blocks, scope)
+        offload = getattr(mode, "offload", None)
+        plan = Plan(mode.rules(), tuple(b.path for b in found), fingerprint(model, found), repr(mode), offload)
+    refuse_blocks(found)
+    roles, layer_types = find_roles(model, found), [layer_type(b.module) for b in found]
+    if isinstance(mode, Selective):
+        plan = _without_absent(plan, {name for its_roles in roles for name in its_roles})
+    check_rules(plan.rules, found, roles, layer_types, model)
+    check_offload(plan, model, engine)
+    verdicts = [
+        resolve(
+            plan.rules,
+            layer=block.index,
+            num_layers=len(found),
+            modules={path: f"{block.path}.{path}".strip(".") for path, _ in named_modules(block.module)},
+            roles=its_roles,
+            layer_type=its_type,
+        )
+        for block, its_roles, its_type in zip(found, roles, layer_types, strict=True)
+    ]
+    return _Resolved(plan, found, roles, verdicts)
+
+
+def _without_absent(plan: Plan, present: set[str]) -> Plan:
+    """Leave out what `Selective` says about parts that this model does not have, such as the gates of routers."""
+    return replace(plan, rules=tuple(r for r in plan.rules if not (r.target and r.op) or r.target in present))
+
+
+def _blocks_of(
+    model: nn.Module, plan: Plan, blocks: str | Sequence[str] | None, scope: Sequence[str] | None
+) -> tuple[Block, ...]:
+    for name, value in (("blocks", blocks), ("scope", scope)):
+        if value is not None:
+            raise ModeError(
+                f"{name} = {value!r} cannot be combined with a plan, which names its own blocks. Leave {name} out."
+            )
+    try:
+        found = find_blocks(model, ",".join(p or "." for p in plan.blocks))
+    except StructureError as error:
+        raise PlanError(
+            f"the plan was made for another model: {type(model).__name__} does not have the blocks that it names, "
+            f"{', '.join(p or 'the model itself' for p in plan.blocks[:3])}{', ...' if len(plan.blocks) > 3 else ''}. "
+            "Make a plan for this model: actmem.apply(model, mode).plan.save(path)."
+        ) from error
+    actual = fingerprint(model, found)
+    if actual != plan.fingerprint:
+        raise PlanError(
+            f"the plan was made for another model: its fingerprint is {plan.fingerprint}, this model's is "
+            f"{actual} (parameter names, shapes, dtypes "
+            "and blocks count). Make a plan for this model: actmem.apply(model, mode).plan.save(path)."
+        )
+    return found
 
 
 def refuse_blocks(blocks: tuple[Block, ...]) -> None:
@@ -549,3 +514,67 @@ def _check_module(rule: Rule, model: nn.Module) -> None:
             f"module = {rule.module!r} matches no module of this model.{hint} A glob is matched against whole "
             f"paths, such as {example!r}: module='*{example.rpartition('.')[1]}{example.rpartition('.')[2]}'."
         )
+
+
+# ---------------------------------------------------------------- install: a runner for every block
+
+
+def _install(
+    model: nn.Module,
+    resolved: _Resolved,
+    engine: Engine,
+    collectives: Collectives,
+    loss: Callable[[Any], Any] | None,
+) -> Applied:
+    plan, blocks = resolved.plan, resolved.blocks
+    offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
+    compilation = Compilation({b.path: b.module for b in blocks})
+    shared = SharedState(plan, model)
+    shared.runners = _runners(resolved, engine, collectives, shared, compilation, offloader)
+    undo: list[Callable[[], None]] = []
+    if engine == "checkpoint":
+        undo.append(keep_graph_order())
+    classes: dict[Any, type] = {}
+    for block, runner in zip(blocks, shared.runners, strict=True):
+        install(block.module, runner, classes)
+    if plan.predicted is not None:
+        from actmem.planner import Guard
+
+        guard = Guard(model, plan, loss)
+        undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
+    return Applied(plan, blocks, shared.runners, compilation, offloader, undo)
+
+
+def _runners(
+    resolved: _Resolved,
+    engine: Engine,
+    collectives: Collectives,
+    shared: SharedState,
+    compilation: Compilation,
+    offloader: Offloader | None,
+) -> tuple[BlockRunner, ...]:
+    """Make a runner for each block. Blocks of one class for which the plan says the same are one family."""
+    plan = resolved.plan
+    families: dict[Any, BlockFamily] = {}
+    cuts: dict[Any, Any] = {}
+    runners: list[BlockRunner] = []
+    for block, roles, verdicts in zip(resolved.blocks, resolved.roles, resolved.verdicts, strict=True):
+        key = type(block.module), block.kind, verdicts.key
+        if key not in families:
+            families[key] = BlockFamily(verdicts, compilation, traceable=engine != "tape", exact=plan.exact)
+        families[key].needs_answers |= "router" in roles
+        runners.append(
+            BlockRunner(
+                block.path,
+                families[key],
+                engine="tape" if engine == "auto" else engine,
+                cuts=cuts,
+                observed=shared.called,
+                state=shared.state,
+                reissue=collectives == "recompute",
+                offloader=offloader,
+                offload=plan.offload,
+                exact=plan.exact,
+            )
+        )
+    return tuple(runners)

@@ -31,6 +31,8 @@ import contextlib
 import copy
 import copyreg
 import sys
+import warnings
+import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -49,14 +51,17 @@ from actmem.engine import (
     Tape,
     Traced,
     Tracer,
+    log_once,
     run_checkpointed,
     smallest_cut,
     storages_of,
     tensors,
     unpack,
 )
-from actmem.errors import UnsupportedError
+from actmem.errors import ModeError, UnsupportedError
 from actmem.offloading import Offloader
+from actmem.plan import Plan
+from actmem.reporting import paths_of
 from actmem.settings import Offload
 from actmem.torchcompat import (
     apart_from_graphs,
@@ -67,7 +72,7 @@ from actmem.torchcompat import (
     outer_hooks,
 )
 
-__all__ = ["BlockRunner", "applied_runner", "install", "local", "uninstall"]
+__all__ = ["BlockRunner", "SharedState", "applied_runner", "install", "local", "uninstall"]
 
 Classes = dict[tuple[type, BlockFamily], type]
 
@@ -76,6 +81,8 @@ _set_class: Callable[[object, type], None] = vars(object)["__class__"].__set__
 
 _MAKES_CLASSES = ("torch.nn.utils.parametrize", "torch.distributed.")
 """Modules that make a new class from a module's class, and assign it."""
+
+_FLEX = "higher_order.flex_attention"
 
 _CHECKED = (vars(copyreg)["__newobj__"], vars(copyreg)["__newobj_ex__"])
 """What `__reduce_ex__` returns where a pickler checks that it is given the class of the object."""
@@ -292,7 +299,7 @@ class BlockRunner:
         self.family = family
         self.verdicts = family.verdicts
         self.engine = engine
-        """Which engine runs in eager: "tape", "checkpoint", or "none" if only a compiled graph can follow the plan."""
+        """Which engine runs in eager: "tape" or "checkpoint"."""
         self.num_checked = 1
         """How many of the next calls are observed, with each replay checked against a checksum."""
         self.idle = False
@@ -436,11 +443,6 @@ class BlockRunner:
         return self._cut_shapes == _shapes(inputs) and outer_hooks() is None
 
     def _refuse(self, kwargs: dict[str, Any]) -> None:
-        if self.engine == "none":
-            raise UnsupportedError(
-                f"{self.path} runs in eager, and CompilerBudget is a setting of torch.compile that does nothing there. "
-                "Compile the model: model.compile(), or choose a mode of actmem's own, such as actmem.Full()."
-            )
         if functorch_transform() == "Grad":
             raise UnsupportedError(_functorch_message(self.path, "around"))
         if self.engine == "checkpoint":
@@ -451,6 +453,54 @@ class BlockRunner:
                         "would run that forward twice. Leave engine='checkpoint' out (the tape runs it once), or call "
                         "the model with use_cache=False."
                     )
+
+
+class SharedState:
+    """What the blocks of a model have in common: its state, and the plan, some of whose names must match."""
+
+    def __init__(self, plan: Plan, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._named = frozenset(i for i, r in enumerate(plan.rules) if r.op or r.module or r.target)
+        self._plan = plan
+        self._logged: set[tuple[str, str]] = set()
+        self._warned = False
+        self.runners: tuple[BlockRunner, ...] = ()
+
+    def state(self) -> frozenset[int]:
+        """Return the storages of the model's parameters and buffers."""
+        model = self._model()
+        if model is None:
+            return frozenset()
+        return frozenset(storages_of([local(t) for t in (*model.parameters(), *model.buffers())]))
+
+    def _warn_of_uncompiled(self) -> None:
+        """Warn where FlexAttention was seen as an operator: a compiled one shows only its kernels."""
+        bare = [s for s in self.runners if any(row.op.startswith(_FLEX) for row in s.decisions or ())]
+        if bare and not self._warned:
+            self._warned = True
+            lost = " since torch.compile could not take in the whole block" if bare[0].given_up else ""
+            warnings.warn(
+                f"FlexAttention runs without compilation in {paths_of(tuple(s.path for s in bare))}{lost}: it is slow, "
+                "and holds all scores at once. Compile it by itself, and it stays compiled in any block: "
+                "flex_attention = torch.compile(flex_attention).",
+                stacklevel=2,
+            )
+
+    def called(self) -> None:
+        """Log what was decided, and notice, when every block has run once, that none of the plan's names matched."""
+        decisions = [row for s in self.runners for row in s.decisions or ()]
+        log_once(decisions, self._plan.rules, self._logged)
+        self._warn_of_uncompiled()
+        if not self._named or any(s.decisions is None for s in self.runners):
+            return
+        if not self._named & set[int]().union(*(s.verdicts.matched for s in self.runners)):
+            seen = sorted({row.op for row in decisions})
+            raise ModeError(
+                f"{self._plan.mode} matches nothing: no operator that ran in the blocks of this model is among "
+                "its names. "
+                f"Operators that ran: {', '.join(seen[:24])}{', ...' if len(seen) > 24 else ''}. Name one of "
+                "these, or a group they belong to."
+            )
 
 
 def _communicates(funcs: list[Any]) -> bool:

@@ -19,6 +19,7 @@ from actmem.devices import THIS_MACHINE, Device, device, known_devices
 from actmem.errors import DeviceError, ModeError, PlanError
 from actmem.plan import Plan
 from actmem.profiles import Profile
+from actmem.shapes import TensorShape
 from actmem.simulation import NAMES, Ground, Simulated, resolved, walk
 from actmem.units import parse_budget, size
 
@@ -99,14 +100,14 @@ def measured(chosen: Device | None, model: nn.Module) -> Device:
     return chosen or resolved(None, {str(p.dtype).removeprefix("torch.") for p in model.parameters()})
 
 
-def described(loaded: Loaded, blocks: Sequence[str], shapes: tuple[str, ...]) -> ModelShown:
+def described(loaded: Loaded, blocks: Sequence[str], shapes: Sequence[TensorShape]) -> ModelShown:
     """Summarise the model and its batch for output."""
     return ModelShown(
         name=loaded.name,
         source=loaded.source,
         num_parameters=sum(p.numel() for p in loaded.model.parameters()),
         num_blocks=len(blocks),
-        shapes=shapes,
+        shapes=tuple(map(str, shapes)),
     )
 
 

@@ -17,13 +17,13 @@ from torch import nn
 from actmem.applying import Applied, Collectives, applied_runner, apply
 from actmem.decision_rules import Rule, Slices
 from actmem.errors import ApplyError
-from actmem.modes import CompilerBudget, Full, Rules, SaveEverything, Selective, Targets
+from actmem.modes import Full, Rules, SaveEverything, Selective, Targets
 from actmem.structure import Block, find_blocks
 from actmem.torchcompat import named_modules
 
 __all__ = ["RuleMode", "apply_once"]
 
-RuleMode = SaveEverything | Full | Selective | Targets | Rules | CompilerBudget
+RuleMode = SaveEverything | Full | Selective | Targets | Rules
 """The modes that other systems have a name for. Each is a list of rules."""
 
 
@@ -133,8 +133,8 @@ def _moved(rule: Rule, indices: Sequence[int], num_blocks: int, prefix: str) -> 
 def _agree(calls: Sequence[_Call]) -> bool:
     """Return whether calls fit in one plan: calls that share a block may only add to what is recomputed there."""
     rules = [rule for call in calls for rule in call.mode.rules()]
-    if any(isinstance(call.mode, CompilerBudget) for call in calls) or any(r.decision == "offload" for r in rules):
-        return False  # one is a compiler setting, the other has a store of its own
+    if any(r.decision == "offload" for r in rules):
+        return False  # it has a store of its own
     if len({call.collectives for call in calls}) > 1:
         return False
     modules = [id(module) for call in calls for module in call.modules]

@@ -11,9 +11,10 @@ from torch import nn
 
 from actmem.applying import Applied, Collectives
 from actmem.compat._calls import RuleMode, apply_once
+from actmem.compat._compiler_budget import AppliedBudget, CompilerBudget
 from actmem.compat._translation import ROUTER_GATE, check_options, selective, titan_layers
 from actmem.errors import ModeError
-from actmem.modes import CompilerBudget, Full, SaveEverything
+from actmem.modes import Full, SaveEverything
 
 __all__ = ["ActivationCheckpoint", "apply_ac", "apply_to_layers"]
 
@@ -42,7 +43,7 @@ def apply_ac(
     op_sac_save_list: set[Any] | None = None,
     base_folder: str = "",
     collectives: Collectives = "recompute",
-) -> Applied | None:
+) -> Applied | AppliedBudget | None:
     """Apply torchtitan's older config to a model; of the saved operators only `mm` alternates.
 
     Without a save list nothing is saved, as in torchtitan. A number n selects the layers n, 2n, 3n, ... of the whole
@@ -57,7 +58,7 @@ def apply_ac(
     """
     del use_flex_attn, base_folder  # see the docstring of compat.torchtitan; the folder was for a plot
     option = ac_config.selective_ac_option
-    mode: RuleMode
+    mode: RuleMode | CompilerBudget
     if ac_config.mode == "full":
         mode = Full()
     elif ac_config.mode == "selective" and option == "op":
@@ -94,12 +95,16 @@ def _every(distance: int, names: list[str] | None) -> RuleMode:
     return usual if in_order else Full(layers=",".join(map(str, places)))
 
 
-def apply_to_layers(model: nn.Module, mode: RuleMode, config: object, collectives: Collectives) -> Applied | None:
+def apply_to_layers(
+    model: nn.Module, mode: RuleMode | CompilerBudget, config: object, collectives: Collectives
+) -> Applied | AppliedBudget | None:
     """Apply a mode to `model.layers`; return None if that is empty."""
     check_options(config)
     names = titan_layers(model)
     if names == []:
         return None
+    if isinstance(mode, CompilerBudget):
+        return mode.apply(model)
     applied = apply_once(model, mode, blocks=None if names is None else "layers.*", collectives=collectives)
     if getattr(config, "debug", False):
         applied.check_replay(sys.maxsize)

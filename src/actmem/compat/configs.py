@@ -11,12 +11,13 @@ from typing import Any, cast
 from torch import nn
 
 from actmem.compat._axolotl_checkpoints import WINDOWED, selective_mode
+from actmem.compat._compiler_budget import CompilerBudget
 from actmem.compat._prime_rl_operators import operators_to_save
 from actmem.compat._translation import ROUTER_GATE, selective
 from actmem.decision_rules import Rule
 from actmem.diagnosis import read_settings
 from actmem.errors import ModeError
-from actmem.modes import CompilerBudget, Full, Mode, OffloadActivations, Rules, Selective, Targets
+from actmem.modes import Full, Mode, OffloadActivations, Rules, Selective, Targets
 from actmem.ops import did_you_mean
 from actmem.settings import Offload
 
@@ -46,8 +47,8 @@ class FromConfig:
     """The system that the file belongs to: one of `SYSTEMS`."""
     said: Mapping[str, Any]
     """The settings that were read, by their names in the file."""
-    mode: Mode | None
-    """The mode for `actmem.apply`. None: the file switches nothing on, so there is nothing to apply."""
+    mode: Mode | CompilerBudget | None
+    """The mode for `actmem.apply`; a `CompilerBudget` is applied by itself. None: there is nothing to apply."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Other arguments for `actmem.apply`."""
     notes: tuple[str, ...] = ()
@@ -56,6 +57,8 @@ class FromConfig:
     @property
     def line(self) -> str | None:
         """The equivalent call; None if there is nothing to apply."""
+        if isinstance(self.mode, CompilerBudget):
+            return f"actmem.compat.torchtitan.{self.mode!r}.apply(model)"
         more = "".join(f", {name}={value!r}" for name, value in self.options.items())
         return None if self.mode is None else f"actmem.apply(model, actmem.{_written(self.mode)}{more})"
 
@@ -318,7 +321,7 @@ def _torchtitan(given: _Found) -> FromConfig:
     notes = [f"{name}: changes nothing here; see docs/compat_torchtitan.md." for name in meaningless]
     if "mode" not in table:
         notes.append("mode is missing: torchtitan's default is selective, with every second layer.")
-    mode: Mode | None = None
+    mode: Mode | CompilerBudget | None = None
     if chosen == "full":
         mode = Full()
     elif chosen == "memory_budget":
@@ -336,7 +339,7 @@ def _torchtitan(given: _Found) -> FromConfig:
         mode = Full(every=every, first=every - 1)
     elif chosen == "selective":
         raise ModeError(f"selective_ac_option = {option!r} is not known. Permitted: 'op', or a number of layers.")
-    options: dict[str, Any] = {} if mode is None else {"collectives": "recompute"}
+    options = {} if mode is None or isinstance(mode, CompilerBudget) else {"collectives": "recompute"}
     return FromConfig(system="torchtitan", said=said, mode=mode, options=options, notes=tuple(notes))
 
 

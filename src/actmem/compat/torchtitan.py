@@ -24,10 +24,11 @@ from torch import nn
 
 from actmem.applying import Applied, Collectives
 from actmem.compat._calls import RuleMode
+from actmem.compat._compiler_budget import AppliedBudget, CompilerBudget
 from actmem.compat._torchtitan_older import ActivationCheckpoint, apply_ac, apply_to_layers
 from actmem.compat._translation import ROUTER_GATE, disable_lru_cache, resolved, selective
 from actmem.compat.configs import FromConfig, read_config
-from actmem.modes import CompilerBudget, Full
+from actmem.modes import Full
 from actmem.ops import GROUPS
 from actmem.torchcompat import compute_intensive
 
@@ -36,6 +37,8 @@ __all__ = [
     "ActivationCheckpointConfig",
     "ActivationCheckpointing",
     "ActivationCheckpointingConfig",
+    "AppliedBudget",
+    "CompilerBudget",
     "FromConfig",
     "FullAC",
     "MemoryBudgetAC",
@@ -94,7 +97,7 @@ class ActivationCheckpointing:
         self.config = config
         self.dump_folder = dump_folder
 
-    def apply(self, model: nn.Module, *, collectives: Collectives = "recompute") -> Applied | None:
+    def apply(self, model: nn.Module, *, collectives: Collectives = "recompute") -> Applied | AppliedBudget | None:
         """Apply the policy to every block of the model.
 
         Returns:
@@ -102,7 +105,7 @@ class ActivationCheckpointing:
         """
         return apply_to_layers(model, self._mode(model), self.config, collectives)
 
-    def _mode(self, model: nn.Module) -> RuleMode:
+    def _mode(self, model: nn.Module) -> RuleMode | CompilerBudget:
         raise NotImplementedError(f"{type(self).__name__} is not a policy. Use FullAC, SelectiveAC or MemoryBudgetAC.")
 
 
@@ -140,7 +143,7 @@ class SelectiveAC(ActivationCheckpointing):
 
 
 class MemoryBudgetAC(ActivationCheckpointing):
-    """Leave the choice to torch.compile: `actmem.CompilerBudget`, whose docstring lists its defects."""
+    """Leave the choice to torch.compile: `CompilerBudget`, whose docstring lists its defects."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
@@ -149,7 +152,7 @@ class MemoryBudgetAC(ActivationCheckpointing):
         memory_budget: float = 0.5
         visualize_memory_budget_pareto: bool = False
 
-    def _mode(self, model: nn.Module) -> RuleMode:  # noqa: ARG002 - other policies look names up in it
+    def _mode(self, model: nn.Module) -> CompilerBudget:  # noqa: ARG002 - other policies look names up in it
         return CompilerBudget(cast(MemoryBudgetAC.Config, self.config).memory_budget)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from actmem.diagnosis.findings import Finding, Severity
 from actmem.diagnosis.regions import Case
-from actmem.modes import CompilerBudget
+from actmem.torchcompat import compiler_budget
 
 __all__ = ["BUGS", "Bug", "is_before", "known_bugs", "version_of"]
 
@@ -41,10 +41,10 @@ def _rrelu(case: Case) -> str | None:
 
 
 def _compiler_budget(case: Case) -> str | None:
-    if not isinstance(case.mode, CompilerBudget) or case.mode.fraction >= 1:
+    if (fraction := compiler_budget()) >= 1:
         return None
     drawn = next((p for p, m in case.modules if isinstance(m, nn.Dropout | nn.RReLU) and _draws(m)), None)
-    return None if drawn is None else f"{case.mode!r} with random numbers at {drawn}"
+    return None if drawn is None else f"activation_memory_budget = {fraction:g} in torch, and random numbers at {drawn}"
 
 
 def _draws(module: nn.Module) -> bool:
@@ -79,7 +79,7 @@ BUGS: tuple[Bug, ...] = (
         _compiler_budget,
         "Below 1.0, torch.compile's budget may draw new dropout masks in backward: wrong gradients, without an error "
         "(https://github.com/pytorch/pytorch/issues/190758, open).",
-        "Write CompilerBudget(1.0), or use another mode.",
+        "Leave torch._functorch.config.activation_memory_budget at 1.0.",
         "actmem.Budget('20GiB') is a budget in bytes and preserves every mask.",
     ),
 )

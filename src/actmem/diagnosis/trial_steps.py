@@ -20,7 +20,7 @@ from actmem.diagnosis.regions import Case
 from actmem.diagnosis.repeated_step import Call, Repeated, repeat
 from actmem.errors import ActmemError
 from actmem.measuring import measure
-from actmem.modes import Budget, CompilerBudget, Mode
+from actmem.modes import Budget, Mode
 from actmem.plan import Plan
 from actmem.profiling import Restored, loss_of
 from actmem.structure import Block
@@ -112,8 +112,8 @@ def effect(case: Case) -> Iterator[Finding]:
     if case.regions:
         off, on = _both(case, lambda: _saved_bytes(case))
         what = case.checkpointing
-    elif case.mode is None or isinstance(case.mode, CompilerBudget):
-        raise NotMadeError(_NOTHING_TO_COMPARE if case.mode is None else f"{case.mode!r} is up to the compiler")
+    elif case.mode is None:
+        raise NotMadeError(_NOTHING_TO_COMPARE)
     else:
         off, what = _runs(case), repr(case.mode)
         on = _saved_bytes_under(case)

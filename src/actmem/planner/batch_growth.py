@@ -14,6 +14,7 @@ from actmem.errors import BudgetError, ModeError
 from actmem.plan import Plan
 from actmem.planner.budget_fit import fit
 from actmem.profiling import called_as, shapes_of
+from actmem.shapes import TensorShape
 
 __all__ = ["Largest", "check_sizes", "largest"]
 
@@ -75,7 +76,7 @@ def largest(
         )
     multiple = check_sizes(vary, multiple, most)
     tried: dict[int, Plan | None] = {}
-    seen: dict[int, tuple[tuple[str, ...], tuple[Any, ...]]] = {}
+    seen: dict[int, tuple[tuple[TensorShape, ...], tuple[Any, ...]]] = {}
 
     def attempt(n: int) -> Plan | None:
         if n not in tried:
@@ -104,7 +105,7 @@ def largest(
             if seen[low] == seen[following] and _peak(tried[low]) == _peak(tried[following]):
                 raise ModeError(
                     f"make_batch({low}) and make_batch({following}) return the same batch "
-                    f"({', '.join(seen[low][0])}), so there is no largest {vary} to find. Make the batch "
+                    f"({', '.join(map(str, seen[low][0]))}), so there is no largest {vary} to find. Make the batch "
                     f"from n, as in: lambda n: {{'input_ids': torch.zeros({_EXAMPLE[vary]}, dtype=torch.long)}}."
                 )
             low = following

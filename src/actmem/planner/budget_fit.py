@@ -120,8 +120,10 @@ def fit(
     ...         model(half).sum().backward()
     ...     sgd.step()
     >>> plan = actmem.fit(model, step=train, budget="512KiB", device="h100-80gb")
-    >>> plan.predicted.peak_bytes <= 2**19, plan.predicted.calls
-    (True, (('input float32 [256, 64]',),))
+    >>> plan.predicted.peak_bytes <= 2**19
+    True
+    >>> print(*plan.predicted.calls[0])
+    input float32 [256, 64]
     """
     check_module(model)
     batches = [*examples] if example is None else [example, *examples]
@@ -461,8 +463,9 @@ def _check_peaks(plan: Plan, others: Sequence[Profile], chief: Profile, budget_b
         peak = follow(p, plan).peak_bytes
         if peak > budget_bytes:
             raise BudgetError(
-                f"the plan that fits {', '.join(chief.shapes)} takes {peak} bytes for {', '.join(p.shapes)}, more than "
-                f"the {budget_bytes} allowed. Plan for each by itself: actmem.fit(model, batch, budget=...)."
+                f"the plan that fits {', '.join(map(str, chief.shapes))} takes {peak} bytes for "
+                f"{', '.join(map(str, p.shapes))}, more than the {budget_bytes} allowed. "
+                "Plan for each by itself: actmem.fit(model, batch, budget=...)."
             )
 
 

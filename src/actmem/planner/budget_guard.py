@@ -10,9 +10,9 @@ in a step is not seen, nor is a step that calls only parts of the model.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,24 +20,23 @@ from torch import Tensor, nn
 from actmem.errors import ActmemError, BudgetError, ModeError
 from actmem.plan import Plan
 from actmem.profiling import argument_names, named_arguments, profile, shapes_of
+from actmem.shapes import TensorShape
 from actmem.simulation import follow
 from actmem.structure import Condition, condition, condition_digest, difference
 from actmem.torchcompat import FakeTensor
 from actmem.units import size
 
-__all__ = ["Guard", "Shape", "differences", "is_covered", "read_shape"]
+__all__ = ["Guard", "differences", "is_covered"]
 
 
 class Guard:
     """A forward pre-hook of a model under a plan with a budget."""
 
     def __init__(self, model: nn.Module, plan: Plan, loss: Callable[[Any], Tensor] | None) -> None:
-        self._plan, self._loss = plan, loss
         assert plan.predicted is not None
-        self._planned = [read_shape(s) for s in plan.predicted.shapes]
-        self._calls = [[read_shape(s) for s in call] for call in plan.predicted.calls]
+        self._plan, self._predicted, self._loss = plan, plan.predicted, loss
         self._planned_for = condition(model)
-        self._is_other = plan.predicted.modules not in ("", condition_digest(model))
+        self._is_other = self._predicted.modules not in ("", condition_digest(model))
         """The model differs from the one that was planned for: other modules, or other parameters trained."""
         self._accepted: set[Any] = set()
         self._resting = False
@@ -56,22 +55,19 @@ class Guard:
         now = condition(model)
         if (shapes, now) in self._accepted:
             return
-        assert self._plan.predicted is not None
-        if self._plan.predicted.is_step:
-            self._check_call([read_shape(s) for s in shapes], now)
+        if self._predicted.is_step:
+            self._check_call(shapes, now)
             self._accepted.add((shapes, now))
             return
-        planned = [s._replace(name=_named(s.name, names)) for s in self._planned]
-        found = [read_shape(s) for s in shapes]
+        planned = [replace(s, name=_named(s.name, names)) for s in self._predicted.shapes]
         changed = self._change(now)
-        if not changed and is_covered(found, planned):
+        if not changed and is_covered(shapes, planned):
             self._accepted.add((shapes, now))
             return
-        predicted = self._plan.predicted
-        assert predicted is not None
+        budget = self._predicted.budget_bytes
         try:
             peak = self._peak(model, args if not kwargs else batch, opaque=bool(kwargs) and len(args) > len(names))
-            if peak <= predicted.budget_bytes:
+            if peak <= budget:
                 self._accepted.add((shapes, now))
                 return
             would = f"its predicted peak is {size(peak)}"
@@ -79,34 +75,32 @@ class Guard:
             would = f"its peak cannot be predicted: {' '.join(str(error).split())[:300].rstrip('.')}"
         if changed:
             raise BudgetError(
-                f"the model is not as it was planned for: {changed}. With a budget of {size(predicted.budget_bytes)}, "
+                f"the model is not as it was planned for: {changed}. With a budget of {size(budget)}, "
                 f"{would}. Plan for it as it is now: plan = actmem.fit(model, batch, budget=...)."
             )
-        said = differences(found, planned)
-        if any(each.endswith(("is new", "is missing")) for each in said):
+        if {s.name for s in shapes} != {p.name for p in planned}:
             repair = "Plan with a batch as training hands it to the model: actmem.fit(model, batch, budget=...)."
         else:
             repair = "Plan for both: actmem.fit(model, examples=[short, long], budget=...)."
+        said = ", ".join(differences(shapes, planned))
         raise BudgetError(
-            f"the plan was made for another batch, and here {', '.join(said)}. With a budget of "
-            f"{size(predicted.budget_bytes)}, {would}. {repair}"
+            f"the plan was made for another batch, and here {said}. With a budget of {size(budget)}, {would}. {repair}"
         )
 
-    def _check_call(self, found: list[Shape], now: Condition | None) -> None:
+    def _check_call(self, found: Sequence[TensorShape], now: Condition | None) -> None:
         """Refuse a call of the model unless the planned step had the same or a larger one."""
         changed = self._change(now)
-        if not changed and any(is_covered(found, call) for call in self._calls):
+        if not changed and any(is_covered(found, call) for call in self._predicted.calls):
             return
         if changed:
             said = f"the model is not as it was planned for: {changed}"
-        elif self._calls:
-            fewest = min((differences(found, call) for call in self._calls), key=len)
+        elif self._predicted.calls:
+            fewest = min((differences(found, call) for call in self._predicted.calls), key=len)
             said = f"the plan was made for a step with other batches, and here {', '.join(fewest)}"
         else:
             said = "the plan was made for a step that never calls the model as a whole, as it is called here"
-        assert self._plan.predicted is not None
         raise BudgetError(
-            f"{said}. Whether it keeps its budget of {size(self._plan.predicted.budget_bytes)} is not known. Plan for "
+            f"{said}. Whether it keeps its budget of {size(self._predicted.budget_bytes)} is not known. Plan for "
             "a step with the largest batch, on the model as it is now: actmem.fit(model, step=step, budget=...)."
         )
 
@@ -125,8 +119,7 @@ class Guard:
         """
         if opaque:
             raise ModeError("the model takes any number of arguments, and some are given by name. Give all by name.")
-        predicted = self._plan.predicted
-        assert predicted is not None
+        predicted = self._predicted
         name, _, dtype = predicted.optimizer.partition(", ")
         self._resting = True
         try:
@@ -151,37 +144,16 @@ def _named(name: str, names: list[str]) -> str:
     return names[int(name)] if name.isdigit() and int(name) < len(names) else name
 
 
-class Shape(NamedTuple):
-    """One tensor of a batch."""
-
-    name: str
-    dtype: str
-    dims: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.dtype} {list(self.dims)}"
-
-
-def read_shape(text: str) -> Shape:
-    """Read a tensor as a profile describes it.
-
-    >>> read_shape("input_ids int64 [1, 128]")
-    Shape(name='input_ids', dtype='int64', dims=(1, 128))
-    """
-    name, dtype, dims = text.split(" ", 2)
-    return Shape(name, dtype, tuple(int(n) for n in re.findall(r"\d+", dims)))
-
-
-def is_covered(found: Iterable[Shape], planned: Sequence[Shape]) -> bool:
+def is_covered(found: Iterable[TensorShape], planned: Sequence[TensorShape]) -> bool:
     """Return whether every tensor was planned for: by its name, with its dtype, and no smaller in any dimension."""
     return all(any(_covers(p, shape) for p in planned) for shape in found)
 
 
-def differences(found: Sequence[Shape], planned: Sequence[Shape]) -> list[str]:
+def differences(found: Sequence[TensorShape], planned: Sequence[TensorShape]) -> list[str]:
     """List the differences, tensor by tensor: those that are new, missing, of another dtype, or of other sizes.
 
-    >>> planned = [read_shape("input_ids int64 [4, 128]"), read_shape("labels int64 [4, 128]")]
-    >>> found = [read_shape("input_ids int64 [2, 256]"), read_shape("mask bool [2, 256]")]
+    >>> planned = [TensorShape("input_ids", "int64", (4, 128)), TensorShape("labels", "int64", (4, 128))]
+    >>> found = [TensorShape("input_ids", "int64", (2, 256)), TensorShape("mask", "bool", (2, 256))]
     >>> differences(found, planned)
     ['input_ids int64 [2, 256] is larger than [4, 128]', 'mask bool [2, 256] is new', 'labels is missing']
     """
@@ -202,7 +174,7 @@ def differences(found: Sequence[Shape], planned: Sequence[Shape]) -> list[str]:
     return said + [f"{p.name} is missing" for p in planned if p.name not in present]
 
 
-def _covers(planned: Shape, found: Shape) -> bool:
+def _covers(planned: TensorShape, found: TensorShape) -> bool:
     return (
         planned.name == found.name
         and planned.dtype == found.dtype

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from actmem.shapes import TensorShape
 from actmem.torchcompat import FakeTensor, without_fake_mode
 
 __all__ = ["as_plain", "asking_line", "called_as", "for_real", "quiet", "told"]
@@ -90,9 +91,9 @@ def as_plain(func: Callable[..., Any], args: Any, kwargs: Any, error: Exception)
     return error
 
 
-def told(error: Exception, shapes: Sequence[str]) -> Exception:
+def told(error: Exception, shapes: Sequence[TensorShape]) -> Exception:
     """Return the error of a fake step as a user should see it: without the frames of actmem and of fake tensors."""
-    batch = ", ".join(shapes) or "a batch without tensors"
+    batch = ", ".join(map(str, shapes)) or "a batch without tensors"
     if _SAME in getattr(error, "__notes__", ()):
         error.add_note(f"The batch: {batch}.")
     else:

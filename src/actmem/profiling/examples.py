@@ -1,4 +1,4 @@
-"""Example batches: the loss of a model's output, and descriptions of the tensors."""
+"""Example batches: the loss of a model's output, and the shapes of the tensors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from actmem.errors import ModeError, UnsupportedError
+from actmem.shapes import TensorShape
 
 __all__ = ["argument_names", "loss_of", "named_arguments", "shapes_of"]
 
@@ -49,11 +50,13 @@ def loss_of(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     return value
 
 
-def shapes_of(batch: Any) -> tuple[str, ...]:
-    """Describe the tensors of a batch."""
+def shapes_of(batch: Any) -> tuple[TensorShape, ...]:
+    """Return the shapes of the tensors in a batch. A ragged dimension has no size, and counts as 0."""
     named: Any = batch.items() if hasattr(batch, "items") else enumerate(batch)
+    tensors = [(str(name), x) for name, x in named if isinstance(x, Tensor)]
     return tuple(
-        f"{name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in named if isinstance(x, Tensor)
+        TensorShape(name, str(x.dtype).removeprefix("torch."), tuple(n if type(n) is int else 0 for n in x.shape))
+        for name, x in tensors
     )
 
 

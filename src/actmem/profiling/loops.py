@@ -37,6 +37,7 @@ from actmem.profiling.numbers import Numbers
 from actmem.profiling.reach import Reach
 from actmem.profiling.restored_state import Preserved
 from actmem.profiling.session import Session
+from actmem.shapes import TensorShape
 from actmem.structure import Block
 from actmem.torchcompat import FakeTensor, FakeTensorMode, after_backward, never_compile
 
@@ -105,14 +106,14 @@ class _Loop:
         self._model, self._step = model, step
         self._reach, self._preserved = Reach(), Preserved()
         self._stand_ins: StandIns | None = None
-        self._calls: dict[tuple[str, ...], None] = {}
+        self._calls: dict[tuple[TensorShape, ...], None] = {}
         self._names: dict[str, None] = {}
         """Classes of the optimizers that stepped."""
         self._meet(model)
         self._meet(step)
 
     @property
-    def shapes(self) -> tuple[str, ...]:
+    def shapes(self) -> tuple[TensorShape, ...]:
         """The tensors of all calls of the model."""
         return tuple(dict.fromkeys(shape for call in self._calls for shape in call))
 

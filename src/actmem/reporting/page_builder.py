@@ -103,7 +103,7 @@ def build(
         device_name=known.name,
         device_bytes=known.memory_bytes,
         asked_bytes=asked_bytes or math.ceil(asked.predicted.budget_bytes / (1 - asked.predicted.headroom)),
-        shapes=list(profile.shapes),
+        shapes=[str(shape) for shape in profile.shapes],
         optimizer=profile.optimizer,
         microbatches=profile.microbatches,
         shard=profile.shard,

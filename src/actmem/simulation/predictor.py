@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from actmem.devices import Device
 from actmem.errors import PlanError
-from actmem.modes import CompilerBudget, FromPlan, Mode
+from actmem.modes import FromPlan, Mode
 from actmem.plan import Plan
 from actmem.profiles import Profile
 from actmem.simulation.peaks import peak_words
@@ -99,8 +99,6 @@ def plan_of(profile: Profile, mode: Plan | Mode) -> Plan:
     """Resolve a mode for the model of a profile."""
     if isinstance(mode, FromPlan):
         mode = Plan.load(mode.path)
-    if isinstance(mode, CompilerBudget):
-        raise PlanError("CompilerBudget leaves the choice to torch.compile: what it will do cannot be predicted here.")
     if isinstance(mode, Plan):
         if mode.blocks != profile.blocks:
             raise PlanError(
