@@ -11,18 +11,14 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
+from actmem.decisions import Decision
 from actmem.errors import ModeError
 from actmem.ops import GROUPS, INPUT, did_you_mean, is_glob, packet_name, split_selector
 from actmem.settings import STRICT
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = [
-    "DECISIONS",
     "OWN",
     "TARGETS",
-    "Decision",
     "Rule",
     "Slices",
     "check_rules",
@@ -30,10 +26,11 @@ __all__ = [
     "unknown_decision",
 ]
 
-Decision = Literal["save", "recompute", "offload"]
-
-
-DECISIONS: tuple[Decision, ...] = ("save", "recompute", "offload")
+if TYPE_CHECKING:
+    DecisionLike = Decision | Literal["save", "recompute", "offload"]
+    """A decision as it may be written. A rule has the member of `Decision`."""
+else:
+    DecisionLike = Decision  # what pydantic reads from a file
 
 
 TARGETS = (
@@ -99,7 +96,7 @@ class Rule:
 
     __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
-    decision: Decision
+    decision: DecisionLike
     """What to do: `save`, `recompute` or `offload`."""
     _: KW_ONLY
     layers: str | None = None
@@ -119,7 +116,7 @@ class Rule:
     """Match only values of at least this many bytes."""
 
     def __post_init__(self) -> None:
-        _check_decision(self.decision)
+        object.__setattr__(self, "decision", _check_decision(self.decision))
         for name in ("layers", "layer_type", "module", "target", "op", "nth"):
             _check_text(name, getattr(self, name))
         if self.layers is not None:
@@ -226,15 +223,16 @@ def _slice_part(part: str, text: str, name: str) -> tuple[int | None, int | None
     return start, stop, step or 1
 
 
-def _check_decision(decision: object) -> None:
-    if decision not in DECISIONS:
+def _check_decision(decision: object) -> Decision:
+    if decision not in list(Decision):
         raise ModeError(unknown_decision(decision))
+    return Decision(decision)
 
 
 def unknown_decision(decision: object) -> str:
     """Say that a decision is not known, and which are."""
-    hint = did_you_mean(decision, DECISIONS) if isinstance(decision, str) else ""
-    return f"decision = {decision!r} is not known. Permitted: {', '.join(DECISIONS)}.{hint}"
+    hint = did_you_mean(decision, list(Decision)) if isinstance(decision, str) else ""
+    return f"decision = {decision!r} is not known. Permitted: {', '.join(Decision)}.{hint}"
 
 
 def _check_text(name: str, value: object) -> None:

@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
 from typing import cast
 
 from actmem.decision_rules import TARGETS, Rule, Slices, check_rules, check_target
+from actmem.decisions import Decision
 from actmem.errors import ModeError
 from actmem.ops import INPUT, is_glob, split_selector
 from actmem.settings import STORES, Offload
@@ -182,7 +183,7 @@ class Selective:
             else:
                 rules.append(Rule("recompute", module=name if is_glob(name) else f"*.{name}", op="matmul"))
         saved = [_selector_rule(entry, found=repr(entry), min_bytes=self.min_bytes) for entry in self.save]
-        rules += saved if self.offload is None else [replace(rule, decision="offload") for rule in saved]
+        rules += saved if self.offload is None else [replace(rule, decision=Decision.OFFLOAD) for rule in saved]
         return _only_in(_chosen_layers(self.layers, self.every), *rules, Rule("recompute"))
 
     def __repr__(self) -> str:

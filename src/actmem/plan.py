@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from actmem.decision_rules import Rule, check_rules, unknown_decision
+from actmem.decisions import Decision
 from actmem.errors import ModeError, PlanError
 from actmem.ops import did_you_mean
 from actmem.settings import STRICT, Offload
@@ -128,7 +129,7 @@ class Plan:
             lines.append(f"offloading: {self.offload!r}")
         if self.predicted is not None:
             lines += _foretold(self.predicted)
-            if [rule.decision for rule in self.rules] == ["save"]:
+            if [rule.decision for rule in self.rules] == [Decision.SAVE]:
                 lines.append("the budget is more than the step needs: everything is saved, as plain training does")
         only = "everything" if len(self.rules) == 1 else "everything else"
         for number, rule in enumerate(self.rules, start=1):
@@ -300,7 +301,7 @@ def _explain(error: "ValidationError") -> str:
     match first["type"]:
         case "unexpected_keyword_argument":
             return f"{where} is not a known key. Permitted: {', '.join(keys)}.{did_you_mean(name, keys)}"
-        case "literal_error":  # the decision; worded as the rule itself words it
+        case "enum":  # the decision; worded as the rule itself words it
             return f"{where}: {unknown_decision(first['input'])}"
         case "missing":
             if "predicted" in first["loc"][:1]:

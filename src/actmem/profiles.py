@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from actmem.decisions import Reason
 from actmem.errors import PlanError
 from actmem.shapes import TensorShape, read_shape, shapes_as_text
 
@@ -70,7 +71,7 @@ class Value:
     """The call of the layer that made it; -1 for values from outside."""
     kind: str
     """"made" by a call, an "input", or "state": a parameter or a buffer, which is alive anyway."""
-    why: str | None
+    why: Reason | None
     """Why it is never replayed; None if it may be."""
     reads: tuple[int, ...]
     """The values that a replay of its call reads."""
@@ -126,7 +127,7 @@ class Call:
     shown: tuple[int, ...] = ()
     """The tensor that shows each of them: the base, where the argument is a view."""
     writes: tuple[Write, ...] = ()
-    never: str | None = None
+    never: Reason | None = None
     """Why it is never replayed, if it is not."""
     yields: bool = False
     """That reason yields where the plan keeps what the call makes."""
@@ -249,17 +250,25 @@ def shifted(entry: Entry, shift: int) -> Entry:
 
 def _layer(found: dict[str, Any]) -> Layer:
     calls = tuple(_call(call) for call in found.pop("calls"))
-    values = tuple(Value(**_with_tuple(value, "reads")) for value in found.pop("values"))
+    values = tuple(_value(value) for value in found.pop("values"))
     roles = {name: tuple(paths) for name, paths in found.pop("roles").items()}
     tuples = {name: tuple(found.pop(name)) for name in ("modules", "handles", "by_function")}
     tuples["shapes"] = tuple(tuple(shape) for shape in found.pop("shapes"))
     return Layer(calls=calls, values=values, roles=roles, **tuples, **found)
 
 
+def _value(found: dict[str, Any]) -> Value:
+    return Value(why=_reason(found.pop("why")), **_with_tuple(found, "reads"))
+
+
 def _call(found: dict[str, Any]) -> Call:
     writes = tuple(Write(**_with_tuple(write, "early")) for write in found.pop("writes"))
     tuples = {name: tuple(found.pop(name)) for name in ("makes", "refs", "shown")}
-    return Call(writes=writes, **tuples, **found)
+    return Call(writes=writes, never=_reason(found.pop("never", None)), **tuples, **found)
+
+
+def _reason(found: str | None) -> Reason | None:
+    return None if found is None else Reason(found)
 
 
 def _with_tuple(found: dict[str, Any], name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import actmem
 from actmem import catalogue
+from actmem.decisions import Decision
 from actmem.errors import ModeError, PlanError, UnsupportedError
 from actmem.profiles import Profile
 from actmem.profiling import session, step_profile
@@ -56,10 +57,10 @@ def test_a_fake_step_shows_the_calls_and_values_of_a_real_one(name: str) -> None
     assert sum(c.seconds or 0 for c in real.costs) > 0
 
 
-DECIDED: dict[str, Callable[[int], str]] = {
-    "nothing": lambda _: "",
-    "everything": lambda _: "save",
-    "every third": lambda n: "" if n % 3 else "save",
+DECIDED: dict[str, Callable[[int], Decision]] = {
+    "nothing": lambda _: Decision.RECOMPUTE,
+    "everything": lambda _: Decision.SAVE,
+    "every third": lambda n: Decision.RECOMPUTE if n % 3 else Decision.SAVE,
 }
 
 

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from actmem.decisions import Decision, Reason
 from actmem.planner.block_program import price, tabulate
 from actmem.planner.master_program import Moment, Step
 from actmem.planner.placement import Chain
@@ -49,7 +50,7 @@ class _Program:
     def forward(self, source: int, num_calls: int) -> int:
         draw, nth = self.draw, len(self.layers)
         size = self.sizes[source]
-        values = [Value(size, source, -1, "input", "external", (), -1, -1, False, copy_bytes=size)]
+        values = [Value(size, source, -1, "input", Reason.EXTERNAL, (), -1, -1, False, copy_bytes=size)]
         calls: list[Call] = []
         handles: list[int] = []
         alive: list[int] = []
@@ -58,7 +59,7 @@ class _Program:
             reads = tuple(sorted(draw(st.sets(st.sampled_from([0, *alive]), min_size=1, max_size=2))))
             for r in reads:
                 self._pack(nth, handles, r)
-            why = "routing" if draw(st.integers(0, 9)) == 0 else None
+            why = Reason.ROUTING if draw(st.integers(0, 9)) == 0 else None
             makes: list[int] = []
             for slot in range(2 if draw(st.integers(0, 5)) == 0 else 1):
                 storage = self.storage()
@@ -146,7 +147,7 @@ def every_plan(profile: Profile, seconds: list[float]) -> list[tuple[float, int]
     """Try all decisions: the replay seconds and the peak of each."""
     num = [len(layer.calls) for layer in profile.layers]
     found: list[tuple[float, int]] = []
-    for flat in itertools.product(("save", ""), repeat=sum(num)):
+    for flat in itertools.product((Decision.SAVE, Decision.RECOMPUTE), repeat=sum(num)):
         rest = iter(flat)
         keeps = [[next(rest) for _ in range(n)] for n in num]
         out = simulate(profile, keeps, exact=True)
@@ -159,8 +160,8 @@ def every_plan(profile: Profile, seconds: list[float]) -> list[tuple[float, int]
     return found
 
 
-def keeps_of(draw: Any, profile: Profile) -> list[list[str]]:
-    choice = st.sampled_from(("save", "", "offload"))
+def keeps_of(draw: Any, profile: Profile) -> list[list[Decision]]:
+    choice = st.sampled_from(Decision)
     return [draw(st.lists(choice, min_size=len(x.calls), max_size=len(x.calls))) for x in profile.layers]
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from actmem.decision_rules import Rule
+from actmem.decisions import Decision
 from actmem.engine.operators import describe
 from actmem.engine.verdicts import Verdicts, resolve
 from actmem.modes import Full, Selective, Targets, every_second
@@ -26,8 +27,8 @@ def kept(of: Verdicts, *calls: tuple[Any, str] | Any, size: int = 8) -> list[boo
         func, address = call if isinstance(call, tuple) else (call, "")
         known = of.known.get(func)
         fate = of.decide(describe(func), address, counts, out) if known is None else known
-        assert fate in ("save", "")
-        decisions.append(fate == "save")
+        assert fate in (Decision.SAVE, Decision.RECOMPUTE)
+        decisions.append(fate is Decision.SAVE)
     return decisions
 
 
@@ -43,10 +44,10 @@ def test_the_first_rule_that_matches_wins() -> None:
 def test_a_decision_that_depends_on_nothing_is_asked_for_once() -> None:
     of = verdicts(Rule("save", op="matmul"), Rule("recompute"))
     kept(of, MM, ADD, MM)
-    assert of.known == {describe(MM): "save", describe(ADD): ""}
+    assert of.known == {describe(MM): Decision.SAVE, describe(ADD): Decision.RECOMPUTE}
     counted = verdicts(Rule("save", op="matmul", nth="::2"), Rule("recompute"))
     kept(counted, MM, ADD, MM)
-    assert counted.known == {describe(ADD): ""}
+    assert counted.known == {describe(ADD): Decision.RECOMPUTE}
 
 
 def test_every_second_counts_the_whole_group_anew_in_each_call() -> None:
@@ -103,7 +104,7 @@ def test_min_bytes_looks_at_all_that_a_call_makes() -> None:
     assert kept(of, ADD, size=15) == [False]
     assert kept(of, ADD, size=16) == [True]
     pair = [torch.empty(8, dtype=torch.uint8)] * 2
-    assert of.decide(describe(ADD), "", of.new_counts(), pair) == "save"
+    assert of.decide(describe(ADD), "", of.new_counts(), pair) is Decision.SAVE
 
 
 def test_fused_attention_is_attention_wherever_it_runs() -> None:

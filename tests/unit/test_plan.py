@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
-from actmem.decision_rules import DECISIONS, TARGETS, Rule, Slices, check_rules
+from actmem.decision_rules import TARGETS, Rule, Slices, check_rules
+from actmem.decisions import Decision
 from actmem.errors import ModeError, PlanError
 from actmem.ops import GROUPS
 from actmem.plan import FitRecord, Plan
@@ -167,7 +168,7 @@ def test_rules_end_in_a_default_and_each_can_match(rules: Any, snapshot: Snapsho
 slice_texts = st.sampled_from(["0", "::2", "0:24", "0,4:6", "3::4"])
 rules = st.builds(
     Rule,
-    st.sampled_from(DECISIONS),
+    st.sampled_from(Decision),
     layers=st.none() | slice_texts | st.just("-2:"),
     module=st.none() | st.text(min_size=1).filter(lambda text: text.strip() and "::" not in text),
     target=st.none() | st.sampled_from(TARGETS),
@@ -180,7 +181,7 @@ plans = st.builds(
         [*(rule for rule in conditional if not rule.is_default), Rule(default)], blocks, fingerprint, mode
     ),
     st.lists(rules, max_size=5),
-    st.sampled_from(DECISIONS),
+    st.sampled_from(Decision),
     st.lists(st.text(), max_size=4),
     st.text(),
     st.text(),

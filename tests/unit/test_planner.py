@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from actmem.decisions import Decision
 from actmem.planner.solver import Link, really_kept, smallest_peak, solve
 from actmem.profiles import Profile
 from actmem.profiling.step_profile import profile as make_profile
@@ -206,7 +207,7 @@ def test_no_named_mode_that_fits_is_faster(name: str) -> None:
         assert found.replay_seconds <= spent + 1e-12
 
 
-def peak_in_flight(profile: Profile, keeps: list[list[str]], num_bytes: int) -> int:
+def peak_in_flight(profile: Profile, keeps: list[list[Decision]], num_bytes: int) -> int:
     """Walk a step that fetches in the order of the step before."""
     before = simulate(profile, keeps, exact=True, in_flight=InFlight(num_bytes))
     return simulate(profile, keeps, exact=True, in_flight=InFlight(num_bytes, order=before.fetch_order)).peak_bytes
@@ -217,7 +218,7 @@ def test_the_step_as_a_sum_of_layers_has_the_peak_that_is_walked() -> None:
     line = Timeline(profile, seconds)
     torch.manual_seed(1)
     for _ in range(10):
-        keeps = [[("save", "", "offload")[i] for i in torch.randint(0, 3, (len(x.calls),))] for x in profile.layers]
+        keeps = [[list(Decision)[i] for i in torch.randint(0, 3, (len(x.calls),))] for x in profile.layers]
         effects = [line.effect(line.family_of[n], keep) for n, keep in enumerate(keeps)]
         walked = simulate(profile, keeps, exact=True)
         assert line.peak(effects) == walked.peak_bytes
@@ -268,7 +269,7 @@ def test_a_link_takes_the_place_of_replays() -> None:
         found = solve(profile, seconds, budget, step_seconds=step_seconds, offload=LINK)
         assert found.feasible and found.peak_bytes <= budget
         assert found.sent_bytes > 0
-        assert "offload" not in found.keeps[-1]
+        assert Decision.OFFLOAD not in found.keeps[-1]
         assert found.replay_seconds + found.stall_seconds < 0.9 * without.replay_seconds
         assert found.gap <= 0.005
 
@@ -287,7 +288,7 @@ def test_waiting_for_copies_is_counted() -> None:
     profile, seconds, _ = profiled("llama-4")
     line = Timeline(profile, seconds)
     keeps = everything(profile)
-    keeps[0] = ["offload"] * len(keeps[0])
+    keeps[0] = [Decision.OFFLOAD] * len(keeps[0])
     effects = [line.effect(line.family_of[n], keep) for n, keep in enumerate(keeps)]
     sent = effects[0].sent_bytes
     assert sent > 0

@@ -14,6 +14,7 @@ from torch import nn
 from actmem import ops
 from actmem.applying.applied_block import BlockRunner, SharedState, applied_runner, install, uninstall
 from actmem.decision_rules import Rule, Slices
+from actmem.decisions import Decision
 from actmem.engine import BlockFamily, Compilation, Verdicts, resolve
 from actmem.errors import ApplyError, ModeError, PlanError, StructureError
 from actmem.modes import Budget, FromPlan, Mode, Selective
@@ -456,7 +457,7 @@ def check_rules(
 
 def check_offload(plan: Plan, model: nn.Module, engine: str) -> None:
     """Refuse to offload where nothing says where to, or where it would do nothing."""
-    asked = next((rule for rule in plan.rules if rule.decision == "offload"), None)
+    asked = next((rule for rule in plan.rules if rule.decision is Decision.OFFLOAD), None)
     if asked is None and plan.offload is None:
         return
     if asked is None:

@@ -16,6 +16,7 @@ from actmem.cli.mode_names import FORMS, the_mode
 from actmem.cli.schema import Document, project
 from actmem.cli.screen import Screen, flops_text, ratio_text, seconds_text, table
 from actmem.cli.shared import ModelShown, Part, chosen_device, described, measured, parts_of, parts_text
+from actmem.decisions import Decision, Reason
 from actmem.errors import ModeError
 from actmem.plan import Plan
 from actmem.profiles import Layer, Profile
@@ -144,7 +145,7 @@ def _groups(
 
 
 def _rows(
-    profile: Profile, nth: int, keep: Sequence[str], simulated: Simulated, seconds: list[float] | None
+    profile: Profile, nth: int, keep: Sequence[Decision], simulated: Simulated, seconds: list[float] | None
 ) -> list[Row]:
     layer, held = profile.layers[nth], set(simulated.held[nth])
     replayed, away = set(simulated.replayed[nth]), set(simulated.away[nth])
@@ -166,7 +167,7 @@ def _rows(
                 module=call.module,
                 num_bytes=sum(made),
                 dtype=cost.dtype,
-                decision="recompute" if not keep[index] else "save" if keep[index] == "save" else "offload",
+                decision=keep[index].value,
                 outcome="offloaded" if gone else "held" if kept else "replayed" if index in replayed else "not needed",
                 held_bytes=sum(layer.values[v].num_bytes for v in kept if v not in away),
                 flops=cost.flops,
@@ -192,7 +193,7 @@ def _given(num_bytes: int, *, sent: bool) -> Row:
     )
 
 
-def _why(layer: Layer, values: Sequence[int]) -> str | None:
+def _why(layer: Layer, values: Sequence[int]) -> Reason | None:
     return next((layer.values[v].why for v in values if layer.values[v].why), None)
 
 

@@ -15,6 +15,7 @@ from actmem.applying import Applied, KeptTensor, Sent, can_move, unpack
 from actmem.compat._axolotl_manager import Sender, check_stash
 from actmem.compat._calls import apply_once
 from actmem.decision_rules import Rule
+from actmem.decisions import Decision
 from actmem.errors import ModeError
 from actmem.modes import Full, Rules
 from actmem.offloading import TransferCounts
@@ -281,7 +282,7 @@ def selective_mode(
     Rule('save', op='*aten.mm*')
     Rule('recompute')
     """
-    decision = "save" if offload is None else "offload"
+    decision = Decision.SAVE if offload is None else Decision.OFFLOAD
     given = list(save) if save else ["attention"]
     operators = [text if text == "attention" else f"*{text.replace('::', '.')}*" for text in given]
     return Rules(

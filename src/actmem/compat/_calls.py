@@ -16,6 +16,7 @@ from torch import nn
 
 from actmem.applying import Applied, Collectives, applied_runner, apply
 from actmem.decision_rules import Rule, Slices
+from actmem.decisions import Decision
 from actmem.errors import ApplyError
 from actmem.modes import Full, Rules, SaveEverything, Selective, Targets
 from actmem.structure import Block, find_blocks
@@ -111,7 +112,7 @@ def _joined(calls: Sequence[_Call], path_of: dict[int, str]) -> Rules:
         indices, prefix = [index_of[id(module)] for module in call.modules], path_of[id(call.root())]
         *body, default = (_moved(rule, indices, len(index_of), prefix) for rule in call.mode.rules())
         rules += body
-        defaults += [default] * (default.decision != "save")
+        defaults += [default] * (default.decision is not Decision.SAVE)
     ends = [rule for rule in defaults if rule.is_default] or [*defaults, Rule("save")]
     return Rules(list(dict.fromkeys([*rules, *ends])))
 
@@ -133,14 +134,14 @@ def _moved(rule: Rule, indices: Sequence[int], num_blocks: int, prefix: str) -> 
 def _agree(calls: Sequence[_Call]) -> bool:
     """Return whether calls fit in one plan: calls that share a block may only add to what is recomputed there."""
     rules = [rule for call in calls for rule in call.mode.rules()]
-    if any(r.decision == "offload" for r in rules):
+    if any(r.decision is Decision.OFFLOAD for r in rules):
         return False  # it has a store of its own
     if len({call.collectives for call in calls}) > 1:
         return False
     modules = [id(module) for call in calls for module in call.modules]
     shared = {key for key in modules if modules.count(key) > 1}
     sharing = [call for call in calls if shared.intersection(map(id, call.modules))]
-    return all(rule.decision == "recompute" for call in sharing for rule in call.mode.rules()[:-1])
+    return all(rule.decision is Decision.RECOMPUTE for call in sharing for rule in call.mode.rules()[:-1])
 
 
 def _common_root(calls: Sequence[_Call]) -> nn.Module | None:

@@ -60,6 +60,7 @@ from actmem.compat._nemo_models import (
 )
 from actmem.compat._translation import disable_lru_cache, install_note, selective
 from actmem.compat.configs import FromConfig, read_config
+from actmem.decisions import Decision
 from actmem.errors import ApplyError, ModeError
 from actmem.modes import Full
 from actmem.torchcompat import named_modules
@@ -217,7 +218,7 @@ def _apply(model: nn.Module, layers: list[nn.Module], mode: RuleMode, collective
 
 def _maybe_trace_selective_ac_decision(func: Any, decision: Any, is_alternating: bool, *, is_recompute: bool) -> None:
     """Log the decision for an operator, once. Does nothing unless the trace is on."""
-    verdict = "SAVE" if decision in ("save", CheckpointPolicy.MUST_SAVE) else "RECOMPUTE"
+    verdict = "SAVE" if decision in (Decision.SAVE, CheckpointPolicy.MUST_SAVE) else "RECOMPUTE"
     _trace(str(func), "ALTERNATE (every second is saved)" if is_alternating else verdict, is_recompute=is_recompute)
 
 

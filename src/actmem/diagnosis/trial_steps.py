@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from actmem.applying import Applied, apply
+from actmem.decisions import Decision
 from actmem.diagnosis import explain
 from actmem.diagnosis.findings import Finding, NotMadeError, Severity, paths
 from actmem.diagnosis.modelled import graph_kept
@@ -208,7 +209,7 @@ def _saved_bytes_under(case: Case) -> int:
                 on = _saved_bytes(case)
         except Exception as error:  # `same-training` reports the error
             raise NotMadeError(f"a step under {case.mode!r} raises: {_first_line(error)}") from error
-    if all(rule.decision == "save" for rule in rules):
+    if all(rule.decision is Decision.SAVE for rule in rules):
         raise NotMadeError(f"{case.mode!r} saves everything in this model")
     return on
 

@@ -37,18 +37,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+from actmem.decisions import Reason
 from actmem.engine.values import Value
 
 __all__ = ["ACROSS", "TRIFLE_BYTES", "all_debts", "owe", "owes", "settle"]
 
 TRIFLE_BYTES = 64
 
+_BARRIER = Reason.BARRIER
+
 
 def _nothing() -> None:
     return None
 
 
-ACROSS: tuple[Value, ...] = (Value(cast("Any", _nothing), None, 0, "collective"),)
+ACROSS: tuple[Value, ...] = (Value(cast("Any", _nothing), None, 0, Reason.COLLECTIVE),)
 """A marker among the debts of every value whose replay reissues a collective. It cannot be held, and need not be."""
 
 
@@ -92,7 +95,7 @@ def settle(
     hold: Callable[[Value, Any], None],
     shown: Any,
     find: Callable[[Value], Any],
-    free: tuple[str, ...] = ("offload",),
+    free: tuple[Reason, ...] = (Reason.OFFLOADED,),
 ) -> None:
     """Hold what a recorded value owes, or the value itself: whichever is fewer bytes.
 
@@ -118,7 +121,7 @@ def settle(
         found.append((v, alive))
     if across or len(found) < len(owed) or sum(v.num_bytes for v in owed if v.why not in free) > num_bytes:
         hold(value, shown)
-        value.node, value.why = None, "barrier"
+        value.node, value.why = None, _BARRIER
         if value.row is not None:
             value.row.cause = owed[0].why
     else:

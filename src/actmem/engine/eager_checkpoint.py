@@ -28,6 +28,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from actmem.decisions import Decision, Reason
+from actmem.engine.holding_rules import kept_by
 from actmem.engine.observation import Following, Place
 from actmem.engine.operators import Operator, describe
 from actmem.engine.second_forward import Keeping, Repeating
@@ -48,14 +50,14 @@ from actmem.torchcompat import (
 
 __all__ = ["BlockFamily", "Compilation", "KeptValues", "run_checkpointed"]
 
-SAVED_WHATEVER = frozenset({"routing", "collective", "transfer", "unrepeatable"})
+SAVED_WHATEVER = frozenset({Reason.ROUTING, Reason.COLLECTIVE, Reason.TRANSFER, Reason.UNREPEATABLE})
 """Reasons for which the tape never replays an operator that hold here too: a second run could give another result, or
 speak to other processes again."""
 
 _ASKED = {
-    CheckpointPolicy.MUST_SAVE: "save",
-    CheckpointPolicy.PREFER_SAVE: "save",
-    CheckpointPolicy.MUST_RECOMPUTE: "recompute",
+    CheckpointPolicy.MUST_SAVE: Decision.SAVE,
+    CheckpointPolicy.PREFER_SAVE: Decision.SAVE,
+    CheckpointPolicy.MUST_RECOMPUTE: Decision.RECOMPUTE,
     CheckpointPolicy.PREFER_RECOMPUTE: "either",
 }
 
@@ -166,12 +168,13 @@ class BlockFamily:
             operator = describe(op)
             if operator.writes and not operator.name.startswith(IGNORED_NAMESPACES):
                 # In a graph it writes to nothing, and its result can be held like any value.
-                saves = tracer.decide(operator, module, counts, ctx.op_output)
+                decision = tracer.decide(operator, module, counts, ctx.op_output)
+                saves = decision is not Decision.RECOMPUTE
                 return CheckpointPolicy.PREFER_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
-            answer = _answer(operator, module, tracer, counts, ctx.op_output, args, kwargs)
-            if answer == "save" and self.verdicts.latest == self._rest:
+            why = _answer(operator, module, tracer, counts, ctx.op_output, args, kwargs)
+            if why is Reason.SAVED and self.verdicts.latest == self._rest:
                 return CheckpointPolicy.PREFER_SAVE
-            if answer:
+            if why is not None:
                 return CheckpointPolicy.MUST_SAVE
             return CheckpointPolicy.PREFER_RECOMPUTE if operator.view else CheckpointPolicy.MUST_RECOMPUTE
 
@@ -201,7 +204,7 @@ def run_checkpointed(
             deciding = Tracer(family.verdicts)
             deciding.rows = decisions
 
-        def answer(operator: Operator, args: Any, kwargs: Any, out: Any) -> str:
+        def answer(operator: Operator, args: Any, kwargs: Any, out: Any) -> Reason | None:
             return _answer(operator, place.address, deciding, counts, out, args, kwargs)
 
         keeping = Keeping(answer)
@@ -216,13 +219,14 @@ def run_checkpointed(
 
 def _answer(
     operator: Operator, address: str, deciding: Verdicts | Tracer, counts: Any, out: Any, args: Any, kwargs: Any
-) -> str:
-    """Answer for one operator: "" (run it again), "save", or "copy". What writes is always run again."""
+) -> Reason | None:
+    """Return why the result of an operator is kept; None to run it again, as what writes always is."""
     if operator.view or operator.writes or operator.name.startswith(IGNORED_NAMESPACES):
-        return ""
-    why = deciding.decide(operator, address, counts, out)
+        return None
+    decision = deciding.decide(operator, address, counts, out)
     first = out if isinstance(out, torch.Tensor) else None
-    return "copy" if operator.forbids(args, kwargs, first) in SAVED_WHATEVER else why
+    never = operator.forbids(args, kwargs, first)
+    return never if never in SAVED_WHATEVER else kept_by(decision)
 
 
 class _Contexts:

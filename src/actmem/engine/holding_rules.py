@@ -9,7 +9,7 @@ The tape's short way through `__torch_dispatch__` is written out for speed, and 
 programs hold both to the predictions that these rules make (`tests/property/test_predicted.py`).
 
 - Meeting (`on_meeting`): what to do with a value that nothing recomputes, when a recorded operator reads it.
-- Reasons (`reason`, `inherited`, `is_piece`): why a new value or a new version is not recomputed, if it is not.
+- Reasons (`kept_by`, `reason`, `inherited`, `is_piece`): why a new value or version is not recomputed, if it is not.
 - Debts: `barriers.py`, NOTE [ Barriers ].
 - Writes (`preserve`, `promote`): what is copied before it is overwritten, and what is replayable once it is filled.
 - Leaving (`number_held`, `offered`): what may be offloaded when the forward is over.
@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from actmem.decisions import Decision, Reason
 from actmem.engine.barriers import TRIFLE_BYTES
 from actmem.engine.values import KEPT, Node, Value
 from actmem.errors import ReplayError
@@ -37,6 +38,7 @@ __all__ = [
     "UNLIMITED",
     "inherited",
     "is_piece",
+    "kept_by",
     "made",
     "needs_private_copy",
     "number_held",
@@ -57,6 +59,10 @@ HOLD, RESERVE, OWE = "hold", "reserve", "owe"
 """What becomes of a value that a recorded operator reads and nothing recomputes: it is held from now on, it is kept
 alive until the forward is over if the budget allows it, or it is only owed."""
 
+_CONSTANT, _CUT, _EXTERNAL, _PARAMETER = Reason.CONSTANT, Reason.CUT, Reason.EXTERNAL, Reason.PARAMETER
+_OFFLOADED, _UNINITIALISED = Reason.OFFLOADED, Reason.UNINITIALISED
+_KEPT_BY = {Decision.SAVE: Reason.SAVED, Decision.OFFLOAD: Reason.OFFLOADED}
+
 
 # -------------------------------------------------------------------- meeting
 
@@ -65,26 +71,31 @@ def on_meeting(value: Value) -> str:
     """Return what to do with a value that has neither a node nor bytes, when a recorded operator reads it."""
     kept = value.why in KEPT
     trifle = not kept and value.num_bytes <= TRIFLE_BYTES and value.coverage is None
-    if trifle or value.why == "cut":
+    if trifle or value.why is _CUT:
         return HOLD
-    return RESERVE if not value.reserved and (kept or value.why == "constant") else OWE
+    return RESERVE if not value.reserved and (kept or value.why is _CONSTANT) else OWE
 
 
 # -------------------------------------------------------------------- reasons
 
 
-def reason(keep: str, never: str | None, *, exact: bool) -> str:
-    """Return why the result of an operator is not recomputed; "" if it is.
+def kept_by(decision: Decision) -> Reason | None:
+    """Return why a value is kept that the plan decides so about; None if it is recomputed."""
+    return _KEPT_BY.get(decision)
+
+
+def reason(kept: Reason | None, never: Reason | None, *, exact: bool) -> Reason | None:
+    """Return why the result of an operator is not recomputed; None if it is.
 
     Args:
-        keep: what the plan, or the smallest cut, says: "" to recompute.
+        kept: why it is kept, by the plan or the smallest cut, if it is.
         never: why the operator may not run again, if it may not.
         exact: the plan is followed to the letter, so that it takes precedence.
     """
-    return (keep or never or "") if exact else (never or keep)
+    return (kept or never) if exact else (never or kept)
 
 
-def inherited(old: Value | None, *, whole: bool) -> str | None:
+def inherited(old: Value | None, *, whole: bool) -> Reason | None:
     """Return why a new version cannot be made from the one that it overwrites; None if it can.
 
     Args:
@@ -92,15 +103,15 @@ def inherited(old: Value | None, *, whole: bool) -> str | None:
         whole: all of its storage is overwritten, and none of it read.
     """
     if old is None:
-        return "external"
-    if (whole and old.why not in ("external", "parameter")) or old.node is not None:
+        return _EXTERNAL
+    if (whole and old.why not in (_EXTERNAL, _PARAMETER)) or old.node is not None:
         return None
-    return old.why or "external"
+    return old.why or _EXTERNAL
 
 
-def is_piece(old: Value | None, fate: str | None) -> bool:
+def is_piece(old: Value | None, fate: Reason | None) -> bool:
     """Return whether a write continues to fill a storage that was born uninitialised and that a replay may fill too."""
-    if fate != "uninitialised" or old is None or old.held is not None:
+    if fate is not _UNINITIALISED or old is None or old.held is not None:
         return False
     return old.coverage is not None and old.pending is not None
 
@@ -164,7 +175,7 @@ def offered(values: Iterable[Value], *, inputs: bool) -> list[weakref.ref[Value]
         values: those that are known then.
         inputs: what no operator of the block recomputes is offloaded too.
     """
-    found = [v for v in values if v.order >= 0 and (v.why == "offload" or (inputs and v.node is None))]
+    found = [v for v in values if v.order >= 0 and (v.why is _OFFLOADED or (inputs and v.node is None))]
     return [weakref.ref(v) for v in sorted(found, key=_order)]
 
 

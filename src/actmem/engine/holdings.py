@@ -33,6 +33,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from actmem.decisions import Reason
 from actmem.engine.holding_rules import HOLD, RESERVE, number_held, on_meeting, preserve
 from actmem.engine.observation import Observation
 from actmem.engine.values import UNCHECKED, Boxed, Value, copied, flat, tensors, without_bits
@@ -41,6 +42,7 @@ from actmem.torchcompat import alias, alias_in_handler, counting_versions, outer
 __all__ = ["Holdings", "find", "preserve_elsewhere", "storage_of"]
 
 _ref = weakref.ref
+_EXTERNAL, _PARAMETER, _UNSEEN = Reason.EXTERNAL, Reason.PARAMETER, Reason.UNSEEN
 
 
 class Holdings:
@@ -120,19 +122,19 @@ class Holdings:
         """
         value = self._detached.get(storage._cdata)
         if value is None or value.storage() is not storage:
-            value = self._detached[storage._cdata] = Value(_ref(storage), None, 0, "parameter")
+            value = self._detached[storage._cdata] = Value(_ref(storage), None, 0, _PARAMETER)
             if self.observation is not None:
                 self.observation.given(value, a, storage.nbytes())
         return value
 
     def _external(self, a: Tensor, storage: Any) -> Value:
         """Make a value for a tensor that no recorded operator made: an input, a parameter, a buffer, or unseen work."""
-        value = Value(_ref(storage), None, 0, "external")
+        value = Value(_ref(storage), None, 0, _EXTERNAL)
         self._values[storage._cdata] = value
         self._bits = self._bits or a.is_complex() or a.is_neg()
         origin = a if a._base is None else a._base
         if origin.grad_fn is not None and storage._cdata not in self._inputs:
-            value.why, value.tensor, value.num_bytes = "unseen", _ref(origin), storage.nbytes()
+            value.why, value.tensor, value.num_bytes = _UNSEEN, _ref(origin), storage.nbytes()
         else:
             self._hold(value, a, alias_in_handler)
         if self.observation is not None:
@@ -141,7 +143,7 @@ class Holdings:
 
     def _saved_external(self, tensor: Tensor, storage: Any) -> Value:
         """Make a value for a tensor that autograd saves and that no recorded operator made."""
-        value = Value(_ref(storage), None, 0, "external")
+        value = Value(_ref(storage), None, 0, _EXTERNAL)
         self._values[storage._cdata] = value
         self._bits = self._bits or tensor.is_complex() or tensor.is_neg()
         if self._outer is not None:

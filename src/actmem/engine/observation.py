@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from actmem.decisions import Reason
 from actmem.engine.operators import Operator
 from actmem.engine.values import Value
 from actmem.torchcompat import named_modules, storage_key
@@ -47,7 +48,9 @@ class ObservedOperator:
         "why",
     )
 
-    def __init__(self, module: str, op: str, kind: str, tensor: torch.Tensor, num_bytes: int, why: str | None) -> None:
+    def __init__(
+        self, module: str, op: str, kind: str, tensor: torch.Tensor, num_bytes: int, why: Reason | None
+    ) -> None:
         self.module = module
         """Path of the module inside the block; "" is the block's own forward."""
         self.op = op
@@ -57,13 +60,13 @@ class ObservedOperator:
         self.dtype = str(tensor.dtype).removeprefix("torch.")
         self.num_bytes = num_bytes
         self.why = why
-        """None if the value may be replayed, "save" if the plan keeps it, else the reason why it is never replayed."""
+        """Why the value is not replayed; None if it may be."""
         self.saved = False
         """Autograd saved it."""
         self.held = False
         """It was alive after the forward pass."""
         self.replayed = 0
-        self.cause: str | None = None
+        self.cause: Reason | None = None
         """For a value that is held instead of one that is never replayed: why that one is not."""
         self.index = -1
         """Position of its operator in the block call; -1 if it came from outside."""
@@ -107,7 +110,7 @@ class Observation:
             row.parents = value.node.parents
         self._add(value, row)
 
-    def special(self, operator: Operator, never: str | None, writes: Any, unread: Any, coverage: Any) -> None:
+    def special(self, operator: Operator, never: Reason | None, writes: Any, unread: Any, coverage: Any) -> None:
         """Note a call that writes, draws or is never replayed. For whoever wants to know how values came about."""
 
     def given(self, value: Value, tensor: torch.Tensor, num_bytes: int) -> None:
@@ -216,7 +219,7 @@ class Following:
             self._follower.address = self._stack.pop()
 
 
-_FREE = (None, "external", "barrier")
+_FREE = (None, Reason.EXTERNAL, Reason.BARRIER)
 
 
 class Cut:
@@ -224,10 +227,10 @@ class Cut:
 
     __slots__ = ("funcs", "hold")
 
-    def __init__(self, funcs: tuple[Any, ...], hold: dict[int, str]) -> None:
+    def __init__(self, funcs: tuple[Any, ...], hold: dict[int, Reason]) -> None:
         self.funcs = funcs
         self.hold = hold
-        """Position -> why: "save" if only values that the plan keeps precede it, else "cut"."""
+        """Position -> why: `SAVED` if only values that the plan keeps precede it, else `CUT`."""
 
 
 def smallest_cut(rows: Sequence[ObservedOperator], funcs: Sequence[Any]) -> Cut | None:
@@ -237,8 +240,8 @@ def smallest_cut(rows: Sequence[ObservedOperator], funcs: Sequence[Any]) -> Cut 
         rows: the values of an observed call.
         funcs: the operators of that call, in order.
     """
-    given = [r for r in rows if (r.kind == "made" and r.why not in _FREE) or r.why == "unseen"]
-    paid = sum(r.num_bytes for r in rows if r.held and (r.why == "barrier" or r in given))
+    given = [r for r in rows if (r.kind == "made" and r.why not in _FREE) or r.why is Reason.UNSEEN]
+    paid = sum(r.num_bytes for r in rows if r.held and (r.why is Reason.BARRIER or r in given))
     children: dict[int, list[ObservedOperator]] = {}
     for r in rows:
         for parent in r.parents:
@@ -274,9 +277,9 @@ def smallest_cut(rows: Sequence[ObservedOperator], funcs: Sequence[Any]) -> Cut 
         return None
     by_id = {id(r): r for r in rows}
     cut = [by_id[n[0]] for n in near if n != source and n[1] == 0 and (n[0], 1) not in near]
-    forced = _reach([r for r in given if r.why != "save"], lambda r: children.get(id(r), []))
+    forced = _reach([r for r in given if r.why is not Reason.SAVED], lambda r: children.get(id(r), []))
     # Several outputs of one operator are held together or not at all: the tape asks once per operator.
-    return Cut(tuple(funcs), {r.index: "cut" if id(r) in forced else "save" for r in cut})
+    return Cut(tuple(funcs), {r.index: Reason.CUT if id(r) in forced else Reason.SAVED for r in cut})
 
 
 def _reach(

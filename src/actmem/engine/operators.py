@@ -33,30 +33,31 @@ from typing import Any
 
 import torch
 
+from actmem.decisions import Reason
 from actmem.engine.values import tensors
 from actmem.ops import GROUPS
 from actmem.torchcompat import is_composite, resolving_bits
 
 __all__ = ["DESCRIBED", "REASONS", "UNINITIALISED", "Operator", "describe", "generator_state"]
 
-REASONS: dict[str, str] = {
-    "uninitialised": "born uninitialised; a kernel that the tape cannot see may have filled it",
-    "constant": "born constant; a kernel that the tape cannot see may have added to it",
-    "collective": "a collective: every other rank would have to run it again too",
-    "routing": "decides routing: a tie may break differently the second time",
-    "opaque": "a higher-order or custom operator that may do more than its schema says",
-    "recurrent": "a fused recurrent kernel with an undescribed workspace",
-    "unrepeatable": "two runs on the same input may differ in the last bit",
-    "gradient": "computes something else where no input requires grad, as in a replay",
-    "transfer": "a copy from the accelerator to the host",
-    "unseen": "made by code that the tape did not see, such as a compiled function",
-    "external": "written from outside: the tape did not see the storage born",
-    "parameter": "reads a trainable parameter without differentiating through it; an optimizer that steps inside "
+REASONS: dict[Reason, str] = {
+    Reason.UNINITIALISED: "born uninitialised; a kernel that the tape cannot see may have filled it",
+    Reason.CONSTANT: "born constant; a kernel that the tape cannot see may have added to it",
+    Reason.COLLECTIVE: "a collective: every other rank would have to run it again too",
+    Reason.ROUTING: "decides routing: a tie may break differently the second time",
+    Reason.OPAQUE: "a higher-order or custom operator that may do more than its schema says",
+    Reason.RECURRENT: "a fused recurrent kernel with an undescribed workspace",
+    Reason.UNREPEATABLE: "two runs on the same input may differ in the last bit",
+    Reason.GRADIENT: "computes something else where no input requires grad, as in a replay",
+    Reason.TRANSFER: "a copy from the accelerator to the host",
+    Reason.UNSEEN: "made by code that the tape did not see, such as a compiled function",
+    Reason.EXTERNAL: "written from outside: the tape did not see the storage born",
+    Reason.PARAMETER: "reads a trainable parameter without differentiating through it; an optimizer that steps inside "
     "backward would change it",
-    "generator": "random, and the state of its generator cannot be read",
-    "barrier": "fewer bytes than the never-replayed values that a replay would need",
-    "cut": "one of the fewest bytes that part what is never replayed from what autograd saves",
-    "unit": "output of a nested FSDP unit, whose parameters are gone when it would be replayed",
+    Reason.GENERATOR: "random, and the state of its generator cannot be read",
+    Reason.BARRIER: "fewer bytes than the never-replayed values that a replay would need",
+    Reason.CUT: "one of the fewest bytes that part what is never replayed from what autograd saves",
+    Reason.UNIT: "output of a nested FSDP unit, whose parameters are gone when it would be replayed",
 }
 
 _TRUSTED = frozenset({"aten", "prims"})
@@ -253,8 +254,8 @@ class Operator:
         """Position and name of a `training` flag that decides whether it writes `_IN_TRAINING`."""
         self.fills_saved: frozenset[int | str] = frozenset()
         """Position and name of those that autograd saves before they are written."""
-        self.never: str | None = None
-        """The name of the reason why it is never replayed, whatever its arguments."""
+        self.never: Reason | None = None
+        """Why it is never replayed, whatever its arguments."""
         self.random = False
         self.seeded: tuple[int, str] | None = None
         """Position and name of the `generator` argument."""
@@ -295,7 +296,7 @@ class Operator:
             self.packet = f"higher_order.{self.func.name()}"
             self.overload = ""
             self.name = self.packet
-            self.never = "opaque"
+            self.never = Reason.OPAQUE
             return
         namespace, _, base = schema.name.partition("::")
         self.packet = f"{namespace}.{base}"
@@ -315,7 +316,7 @@ class Operator:
             if namespace == "_c10d_functional" and base in _REISSUED:
                 self.reissued, self.again = True, _Waited(self.func)
             # Their schemas do not say what they write: everything they are given.
-            self.never = "collective"
+            self.never = Reason.COLLECTIVE
             self.writes = (
                 tuple((i, a.name) for i, a in enumerate(schema.arguments) if "Tensor" in str(a.type))
                 if namespace == "c10d"
@@ -325,7 +326,7 @@ class Operator:
         self.composite = is_composite(self.func) and base not in _WHOLE
         if namespace not in _TRUSTED:
             self.call = _Resolving(self.func)  # nobody knows
-            self.never = "opaque"
+            self.never = Reason.OPAQUE
             self.writes = declared
             return
         if base in ("_conj", "_neg_view"):
@@ -362,18 +363,18 @@ class Operator:
             self.statistics = (arguments["training"], arguments["running_mean"], arguments["running_var"])
 
     @staticmethod
-    def _reason(base: str) -> str | None:
+    def _reason(base: str) -> Reason | None:
         if base in UNINITIALISED:
-            return "uninitialised"
+            return Reason.UNINITIALISED
         if base in _CONSTANT:
-            return "constant"
+            return Reason.CONSTANT
         if base in _ROUTING:
-            return "routing"
+            return Reason.ROUTING
         if base in _RECURRENT:
-            return "recurrent"
+            return Reason.RECURRENT
         if base in _ASKS_GRADIENT:
-            return "gradient"
-        return "unrepeatable" if base in _UNREPEATABLE else None
+            return Reason.GRADIENT
+        return Reason.UNREPEATABLE if base in _UNREPEATABLE else None
 
     def draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether this call takes random numbers."""
@@ -398,21 +399,21 @@ class Operator:
             return frozenset()
         return frozenset(position for position, _ in self.statistics[1:])
 
-    def forbids(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor | None) -> str | None:
-        """Name the reason why this call, with these arguments, is never replayed; None if it may be."""
+    def forbids(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor | None) -> Reason | None:
+        """Return why this call, with these arguments, is never replayed; None if it may be."""
         if self.never is not None:
             return self.never
         if self.accumulate is not None and _argument(self.accumulate, args, kwargs, False):
-            return "unrepeatable"
+            return Reason.UNREPEATABLE
         if out is None or not (self.on_accelerator or self.transfers):
             return None
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else out.device
         if self.on_accelerator and device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
-            return "unrepeatable"
+            return Reason.UNREPEATABLE
         if self.transfers and device.type == "cpu":
             sources = [a for a in args if isinstance(a, torch.Tensor)]
             if any(a.device.type != "cpu" for a in sources):
-                return "transfer"
+                return Reason.TRANSFER
         return None
 
     def generator(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> torch.Generator | None:

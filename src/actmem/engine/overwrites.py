@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from actmem.decisions import Reason
 from actmem.engine.coverage import Coverage, fills
 from actmem.engine.holding_rules import is_piece
 from actmem.engine.holdings import storage_of
@@ -36,7 +37,7 @@ class Write:
         self.whole = self.overwrites and fills(tensor) and _alone(tensor, args, kwargs)
         """The same for the whole storage."""
         self.old: Value | None = None
-        self.fate: str | None = None
+        self.fate: Reason | None = None
         """Why the new version cannot be made by this node; None if it can."""
         self.early: Value | None = None
         """The new version, if handles were given out before the operator made it."""

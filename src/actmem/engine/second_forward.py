@@ -13,17 +13,18 @@ from typing import Any
 
 from torch import Tensor
 
+from actmem.decisions import Reason
 from actmem.engine.holdings import storage_of
 from actmem.engine.operators import Operator, describe
 from actmem.engine.overwrites import written_by
-from actmem.engine.values import put_together, take_apart
+from actmem.engine.values import KEPT, put_together, take_apart
 from actmem.errors import VersionError
 from actmem.torchcompat import TorchDispatchMode, alias_in_handler, graph_is_kept, storage_key
 
 __all__ = ["Keeping", "Repeating"]
 
-Answer = Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], str]
-"""From an operator, its arguments and its result to "" (run it again), "save", or "copy"."""
+Answer = Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], Reason | None]
+"""From an operator, its arguments and its result to why that is kept; None to run it again."""
 
 _Kept = dict[tuple[int, int], tuple[Any, list[Any], list[int | None]]]
 """(identity of the operator, how often it ran before) -> how its result is put together, leaves, their versions."""
@@ -70,11 +71,11 @@ class Keeping(_Aware):
             self._copy_before(operator, args, kwargs or {})
         out = operator.call(*args, **(kwargs or {}))
         key = self._key(func)
-        decision = self._answer(operator, args, kwargs or {}, out)
-        if decision:
+        why = self._answer(operator, args, kwargs or {}, out)
+        if why is not None:
             leaves: list[Any] = []
             spec = take_apart(out, leaves)
-            held = [_hold(leaf, decision) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            held = [_hold(leaf, why) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self.kept[key] = spec, held, [_version(leaf) for leaf in held]
             for position, leaf in enumerate(held):
                 if isinstance(leaf, Tensor) and (storage := storage_of(leaf)) is not None:
@@ -119,8 +120,9 @@ class Repeating(_Aware):
         return put_together(spec, (leaf.clone() if again and isinstance(leaf, Tensor) else leaf for leaf in held))
 
 
-def _hold(tensor: Tensor, decision: str) -> Tensor:
-    return tensor.detach().clone() if decision == "copy" else alias_in_handler(tensor)
+def _hold(tensor: Tensor, why: Reason) -> Tensor:
+    """Hold what the plan keeps as it is, and what must not run again as a copy."""
+    return alias_in_handler(tensor) if why in KEPT else tensor.detach().clone()
 
 
 def _version(leaf: Any) -> int | None:

@@ -28,10 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actmem.decisions import Decision, Reason
 from actmem.engine import barriers
 from actmem.engine.away import Away
 from actmem.engine.coverage import Coverage
-from actmem.engine.holding_rules import UNLIMITED, inherited, promote, reason
+from actmem.engine.holding_rules import UNLIMITED, inherited, kept_by, promote, reason
 from actmem.engine.holdings import Holdings, find, preserve_elsewhere, storage_of
 from actmem.engine.observation import Cut, Observation
 from actmem.engine.operators import DESCRIBED, Operator, describe, generator_state
@@ -69,6 +70,10 @@ _ref = weakref.ref
 _default_dtype = torch.get_default_dtype
 _operators = DESCRIBED
 _EMPTY: Any = torch.ops.aten.empty_strided.default
+_SAVE, _RECOMPUTE = Decision.SAVE, Decision.RECOMPUTE
+_SAVED, _OFFLOADED = Reason.SAVED, Reason.OFFLOADED
+_EXTERNAL, _GENERATOR = Reason.EXTERNAL, Reason.GENERATOR
+_OPAQUE, _UNINITIALISED = Reason.OPAQUE, Reason.UNINITIALISED
 
 
 class Handle:
@@ -143,7 +148,7 @@ class Tape(Holdings, TorchDispatchMode):
         """Takes what the plan offloads when the forward is over."""
         self._cut = cut
         self._exact = exact
-        self._free = KEPT if exact else ("offload",)
+        self._free = KEPT if exact else (_OFFLOADED,)
         """Why a value may be kept without weighing its bytes. See NOTE [ Barriers ]."""
         if exact:
             self._budget = UNLIMITED
@@ -174,18 +179,18 @@ class Tape(Holdings, TorchDispatchMode):
         if not operator.plain:
             return self._record_special(operator, args, kwargs or {})
         out = func(*args, **kwargs) if kwargs else func(*args)
-        keep = self._known.get(operator)
-        if keep is None:
-            keep = self._verdicts.decide(operator, self.address, self._counts, out)
+        decision = self._known.get(operator)
+        if decision is None:
+            decision = self._verdicts.decide(operator, self.address, self._counts, out)
+        kept = None if decision is _RECOMPUTE else _SAVED if decision is _SAVE else _OFFLOADED  # as `kept_by`
         if self._numbered:
-            keep = self._in_cut(func) or keep
-        if _default_dtype() is not self._dtype and not keep:
-            self._record_outputs(
-                operator, None, out, "opaque"
-            )  # a replay would not find the default dtype of this call
+            kept = self._in_cut(func) or kept
+        if _default_dtype() is not self._dtype and kept is None:
+            self._record_outputs(operator, None, out, _OPAQUE)  # a replay would not find the default dtype of this call
             return out
         if type(out) is not Tensor:
-            self._record_outputs(operator, None if keep else self._node(operator, args, kwargs), out, keep)
+            node = self._node(operator, args, kwargs) if kept is None else None
+            self._record_outputs(operator, node, out, kept)
             return out
         try:
             storage = out.untyped_storage()
@@ -200,8 +205,8 @@ class Tape(Holdings, TorchDispatchMode):
             return out  # a view, whatever the schema says
         if operator.may_alias and any(storage_of(t) is storage for t in tensors(args)):
             return out  # the same, of a storage that is met here for the first time
-        if keep:
-            values[key] = value = Value(_ref(storage), None, 0, keep)
+        if kept is not None:
+            values[key] = value = Value(_ref(storage), None, 0, kept)
         else:
             # The same as `_node`, written out for the common case: this runs for most operators of a step.
             refs: list[tuple[Any, ...]] = []
@@ -241,19 +246,19 @@ class Tape(Holdings, TorchDispatchMode):
             self.observation.made(value, operator, self.address, out)
         return out
 
-    def _in_cut(self, func: Any) -> str:
-        """Count an operator, and return why its result belongs to the smallest cut; "" if it does not."""
+    def _in_cut(self, func: Any) -> Reason | None:
+        """Count an operator, and return why its result belongs to the smallest cut; None if it does not."""
         if self.observation is not None:
             self.observation.begin(func)
         cut = self._cut
         if cut is None:
-            return ""
+            return None
         index = self._index
         self._index = index + 1
         if index >= len(cut.funcs) or cut.funcs[index] != func:
             self._cut = None  # another program than the one that was cut: settle each debt as it comes
-            return ""
-        return cut.hold.get(index, "")
+            return None
+        return cut.hold.get(index)
 
     def _record_special(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator that writes, draws, or is never replayed."""
@@ -263,28 +268,29 @@ class Tape(Holdings, TorchDispatchMode):
         writes = [Write(where, j, t, operator, args, kwargs) for where, j, t in written_by(operator, args, kwargs)]
         ran = not writes and not operator.draws(args, kwargs)  # nothing to retire, and no state to note first
         out: Any = call(*args, **kwargs) if ran else None
-        keep = self._known.get(operator)
-        if keep is None:
-            keep = self._verdicts.decide(operator, self.address, self._counts, writes[0].tensor if writes else out)
+        decision = self._known.get(operator)
+        if decision is None:
+            decision = self._verdicts.decide(operator, self.address, self._counts, writes[0].tensor if writes else out)
+        kept = kept_by(decision)
         forbidden = operator.forbids(args, kwargs, next(tensors(args), None))
-        again = operator.reissued and self._reissue and not keep
+        again = operator.reissued and self._reissue and kept is None
         if again:
             forbidden = None
-        if self._numbered and (cut := self._in_cut(func)):
-            keep, forbidden = cut, None
+        if self._numbered and (cut := self._in_cut(func)) is not None:
+            kept, forbidden = cut, None
         if _default_dtype() is not self._dtype and forbidden is None:
-            forbidden = "opaque"
+            forbidden = _OPAQUE
         state = None
-        if forbidden is None and not keep and operator.draws(args, kwargs):
+        if forbidden is None and kept is None and operator.draws(args, kwargs):
             state = generator_state(operator, args, kwargs)
             if state is None:
-                forbidden = "generator"
+                forbidden = _GENERATOR
         unread = operator.unread(args, kwargs)
-        given = reason(keep, forbidden, exact=self._exact)
+        given = reason(kept, forbidden, exact=self._exact)
         for write in writes:
             write.old = self._lookup(write.tensor)
-            write.fate = given or ("external" if write.where in unread else inherited(write.old, whole=write.whole))
-        replayable = forbidden is None and not keep
+            write.fate = given or (_EXTERNAL if write.where in unread else inherited(write.old, whole=write.whole))
+        replayable = forbidden is None and kept is None
         coverage = writes[0].coverage() if replayable and len(writes) == 1 else None
         node = None
         refers = self._refers_always or operator.fresh or coverage is not None
@@ -293,7 +299,7 @@ class Tape(Holdings, TorchDispatchMode):
             node.state = state
             node.overwrite([(w.where, w.item, w.tensor, w.whole) for w in writes if w.where not in unread])
             if again and not self._anchor(operator, node, args[0]):
-                node, forbidden, given, again = None, "collective", "collective", False
+                node, forbidden, given, again = None, Reason.COLLECTIVE, Reason.COLLECTIVE, False
         self._leave_behind(writes, operator.fills_saved)
         if any(w.item >= 0 for w in writes):
             # An operator on a list counts the versions inside, where a dispatch mode makes torch leave that out.
@@ -304,7 +310,7 @@ class Tape(Holdings, TorchDispatchMode):
         made = self._record_writes(operator, node, writes, coverage)
         if self.observation is not None:
             self.observation.special(operator, forbidden, writes, unread, coverage)
-        if forbidden == "uninitialised" and not writes and isinstance(out, Tensor) and storage_of(out) is not None:
+        if forbidden is _UNINITIALISED and not writes and isinstance(out, Tensor) and storage_of(out) is not None:
             self._record_uninitialised(operator, out)
         else:
             self._record_outputs(operator, node, out, given, made)
@@ -361,7 +367,7 @@ class Tape(Holdings, TorchDispatchMode):
             value = write.early or Value(_ref(storage), None, 0, None)
             value.node, value.slot, value.why = node if write.fate is None else None, -1 - k, write.fate
             if write.early is not None and (value.node is None or barriers.all_debts(value.node.refs) is not None):
-                value.node, value.why = None, write.fate or "barrier"  # its handles are out: it must be closed now
+                value.node, value.why = None, write.fate or Reason.BARRIER  # its handles are out: it must be closed now
                 self._hold(value, write.tensor, alias_in_handler)
                 value.version = UNCHECKED  # its counter moves after this handler has returned
             made.append((-1 - k, _ref(value)))
@@ -389,13 +395,13 @@ class Tape(Holdings, TorchDispatchMode):
             out = call(*args, **kwargs)
         finally:
             self.paused = False
-        keep = self._verdicts.decide(operator, self.address, self._counts, out)
+        kept = kept_by(self._verdicts.decide(operator, self.address, self._counts, out))
         if self._numbered:
-            keep = self._in_cut(operator.name) or keep
-        if not keep and any(not isinstance(x, Tensor) and next(tensors(x), None) is not None for x in leaves):
-            keep = "opaque"  # tensors in an object that cannot be taken apart and put together again
+            kept = self._in_cut(operator.name) or kept
+        if kept is None and any(not isinstance(x, Tensor) and next(tensors(x), None) is not None for x in leaves):
+            kept = _OPAQUE  # tensors in an object that cannot be taken apart and put together again
         node = None
-        if not keep:
+        if kept is None:
             self.paused = True
             try:
                 drawn = [(g, s) for g, s in states if not torch.equal(s, g.get_state())]
@@ -403,13 +409,13 @@ class Tape(Holdings, TorchDispatchMode):
                 self.paused = False
             node = self._node(operator, tuple(leaves), None)
             node.func = Again(operator.func, spec, drawn)
-        self._record_outputs(operator, node, out, keep, [])
+        self._record_outputs(operator, node, out, kept, [])
         return out
 
     def _record_uninitialised(self, operator: Operator, out: Tensor) -> None:
         """Make a value of a newborn tensor, with the call that could make another once all of it has been written."""
         storage = out.untyped_storage()
-        value = Value(_ref(storage), None, 0, "uninitialised")
+        value = Value(_ref(storage), None, 0, _UNINITIALISED)
         value.coverage = Coverage.of(out)
         if value.coverage is not None:
             # Only its geometry matters: the argument of `empty_like` need not be held for it.
@@ -422,7 +428,7 @@ class Tape(Holdings, TorchDispatchMode):
         operator: Operator,
         node: Node | None,
         out: Any,
-        why: str,
+        why: Reason | None,
         made: list[tuple[int, weakref.ref[Value]]] | None = None,
     ) -> None:
         """Make a value of each output tensor that is not a view of something known."""
@@ -467,7 +473,7 @@ class Tape(Holdings, TorchDispatchMode):
     def _refer(self, i: int | str, j: int, a: Tensor, refs: list[tuple[Any, ...]]) -> None:
         storage = storage_of(a)
         if storage is None or a.is_quantized:
-            value = Value(_ref(a), None, 0, "external")
+            value = Value(_ref(a), None, 0, _EXTERNAL)
             value.held = alias_in_handler(a)
             value.version = UNCHECKED if a.is_inference() else a._version
             refs.append((i, j, value, None, None, 0, a.dtype, 0))
@@ -577,7 +583,7 @@ class Tape(Holdings, TorchDispatchMode):
             value = self._lookup(t) if storage_of(t) is not None else None
             if value is not None and value.node is not None and value.held is None:
                 self._hold(value, t, alias)
-                value.node, value.debts, value.why = None, None, "unit"
+                value.node, value.debts, value.why = None, None, Reason.UNIT
 
     def close(self) -> None:
         """Forget everything that no handle can reach. The tape records nothing after this."""

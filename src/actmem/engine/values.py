@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Generator, Tensor
 
+from actmem.decisions import Reason
 from actmem.engine.coverage import Coverage
 from actmem.torchcompat import FakeTensor, storage_key
 
@@ -52,7 +53,7 @@ __all__ = [
 Geometry = tuple[Any, Any, Any, torch.dtype, int]
 """Size, stride, storage offset, dtype, and the conj (1) and neg (2) bits."""
 
-KEPT = ("save", "offload", "cut")
+KEPT = (Reason.SAVED, Reason.OFFLOADED, Reason.CUT)
 """Why a value is kept: the plan says so, or the smallest cut does."""
 
 UNCHECKED = -1
@@ -99,7 +100,7 @@ class Value:
     row: Any = None
     """What the report knows of this value, if this step is observed."""
 
-    def __init__(self, storage: weakref.ref[Any], node: Node | None, slot: int, why: str | None) -> None:
+    def __init__(self, storage: weakref.ref[Any], node: Node | None, slot: int, why: Reason | None) -> None:
         self.storage = storage
         """Which storage this is: a weak reference, because a pointer alone may be used again by the allocator."""
         self.node = node

@@ -17,6 +17,7 @@ from typing import Any
 
 from actmem import ops
 from actmem.decision_rules import Rule, Slices
+from actmem.decisions import Decision, Reason
 from actmem.engine.operators import Operator
 from actmem.engine.values import tensors
 from actmem.torchcompat import compute_intensive, num_bytes
@@ -34,8 +35,7 @@ KERNEL_OUTSIDE = frozenset({"attn_proj"})
 class _Resolved:
     """A rule resolved for one block: questions about the layer answered, modules listed by path."""
 
-    why: str
-    """"save" or "offload" to keep, "" to recompute."""
+    decision: Decision
     ops: tuple[str, ...]
     """Selectors of operators that must all match."""
     modules: frozenset[str] | None
@@ -68,8 +68,8 @@ class Verdicts:
         asks = any(rule.names_attention or rule.target in KERNEL_OUTSIDE for rule in rules)
         self._counted = ops.GROUPS["batched_matmul"] if asks and attention else frozenset[str]()
         """Packets that are counted in attention modules whichever rule decides them: they show where attention is."""
-        self.known: dict[Operator, str] = {}
-        """Operator -> "save", "offload" or "" (recompute), where the decision never depends on anything else."""
+        self.known: dict[Operator, Decision] = {}
+        """The decision for an operator, where it never depends on anything else."""
         self._candidates: dict[str, tuple[tuple[_Resolved, str], ...]] = {}
         """Operator name -> the rules that may match it, in order, and which part of attention it must be for that."""
         self._selected: dict[tuple[int, int], bool] = {}
@@ -88,12 +88,12 @@ class Verdicts:
     @property
     def keeps_everything(self) -> bool:
         """Return whether every rule that can match here saves, so that there is nothing to do."""
-        return all(r.why == "save" for r in self._rules)
+        return all(r.decision is Decision.SAVE for r in self._rules)
 
     @property
     def offloads(self) -> bool:
         """Return whether a rule that can match here offloads."""
-        return any(r.why == "offload" for r in self._rules)
+        return any(r.decision is Decision.OFFLOAD for r in self._rules)
 
     @functools.cached_property
     def offloads_inputs(self) -> bool:
@@ -101,13 +101,13 @@ class Verdicts:
         for rule in self._rules:
             if rule.modules is None and rule.ops in ((), (ops.INPUT,)):
                 self.matched.add(rule.index)
-                return rule.why == "offload"
+                return rule.decision is Decision.OFFLOAD
         return False
 
     @property
     def recomputes_everything(self) -> bool:
         """Return whether no rule that can match here saves."""
-        return not any(r.why for r in self._rules)
+        return all(r.decision is Decision.RECOMPUTE for r in self._rules)
 
     @property
     def key(self) -> Any:
@@ -118,8 +118,8 @@ class Verdicts:
         """Return the counters of one block call."""
         return {}
 
-    def decide(self, operator: Operator, address: str, counts: dict[Any, int], out: Any) -> str:
-        """Return "save" or "offload" to keep the result of this call, "" to recompute it.
+    def decide(self, operator: Operator, address: str, counts: dict[Any, int], out: Any) -> Decision:
+        """Return what to do with the result of this call.
 
         Decisions that never change are noted in `known`.
         """
@@ -127,7 +127,7 @@ class Verdicts:
         if candidates is None:
             candidates = self._candidates[operator.name] = self._find(operator)
             if len(candidates) == 1 and not operator.declared and operator.packet not in self._counted:
-                self.known[operator] = candidates[0][0].why
+                self.known[operator] = candidates[0][0].decision
         if operator.packet in self._counted:
             self._count(address, counts)
         place = self._place(operator, address, counts) if any(asks for _, asks in candidates) else _NOWHERE
@@ -145,7 +145,7 @@ class Verdicts:
                     continue
             self.matched.add(rule.index)
             self.latest = rule.index
-            return rule.why
+            return rule.decision
         raise AssertionError("a plan ends with a rule without selectors")
 
     def targets_of(self, operator: Operator, address: str, counts: dict[Any, int]) -> tuple[int, ...]:
@@ -259,7 +259,7 @@ def resolve(
         selectors = (rule.op, TARGET_OPERATORS.get(rule.target or ""))
         resolved.append(
             _Resolved(
-                why="" if rule.decision == "recompute" else rule.decision,
+                decision=Decision(rule.decision),
                 ops=tuple(op for op in selectors if op is not None),
                 modules=where,
                 nth=None if rule.nth is None else Slices.parse(rule.nth),
@@ -299,11 +299,10 @@ class Traced:
     """The operator with its overload, such as `aten.mm.default`."""
     nth: int
     """How many calls of this operator the module had made before."""
-    decision: str
-    """`save`, `recompute` or `offload`."""
+    decision: Decision
     rule: int
     """Index of the rule that decided."""
-    never: str | None
+    never: Reason | None
     """Why the operator is never replayed, whatever the plan says; None if it may be."""
     targets: tuple[int, ...]
     """Indices of all rules whose target this address belongs to."""
@@ -324,7 +323,7 @@ class Tracer:
         self._reissue = reissue
         """Functional collectives may run again."""
         self._seen: Counter[tuple[str, str]] = Counter()
-        self.known: dict[Operator, str] = {}
+        self.known: dict[Operator, Decision] = {}
         """Empty: every call asks, so that every call is recorded."""
         self.rows: list[Traced] = []
 
@@ -332,15 +331,15 @@ class Tracer:
         """Return the counters of one block call."""
         return self._verdicts.new_counts()
 
-    def decide(self, operator: Operator, address: str, counts: dict[Any, int], out: Any) -> str:
+    def decide(self, operator: Operator, address: str, counts: dict[Any, int], out: Any) -> Decision:
         """Decide, and record the decision."""
-        why = self._verdicts.decide(operator, address, counts, out)
+        decision = self._verdicts.decide(operator, address, counts, out)
         self.rows.append(
             Traced(
                 module=address,
                 op=operator.name,
                 nth=self._seen[address, operator.name],
-                decision=why or "recompute",
+                decision=decision,
                 rule=self._verdicts.latest,
                 never=None
                 if self._reissue and operator.reissued
@@ -350,7 +349,7 @@ class Tracer:
             )
         )
         self._seen[address, operator.name] += 1
-        return why
+        return decision
 
 
 def log_once(rows: Iterable[Traced], rules: tuple[Any, ...], logged: set[tuple[str, str]]) -> None:
@@ -386,7 +385,7 @@ def subsumed(rows: Iterable[Traced]) -> dict[int, tuple[int, ...]]:
 
 
 def _instead(
-    rule: int, row: Traced, decided: dict[int, str], targets: set[int], found: dict[int, set[int]]
+    rule: int, row: Traced, decided: dict[int, Decision], targets: set[int], found: dict[int, set[int]]
 ) -> int | None:
     """Return the target's rule that decides a row the same way if this one is dropped; None if none is known to."""
     if row.rule != rule:

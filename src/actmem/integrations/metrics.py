@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from actmem.applying import Applied
+from actmem.decisions import Decision
 from actmem.measuring import Measurement
 from actmem.reporting import Report
 
@@ -15,7 +16,7 @@ __all__ = ["Metrics", "Recorder", "step_metrics"]
 Metrics = dict[str, int | float]
 """Metrics by name. Names of byte counts end in `_bytes`, of times in `_seconds`; other counts begin with `num_`."""
 
-_DECISIONS = {"saved": "save", "recomputed": "recompute", "offloaded": "offload"}
+_DECISIONS = {"saved": Decision.SAVE, "recomputed": Decision.RECOMPUTE, "offloaded": Decision.OFFLOAD}
 
 
 def step_metrics(applied: Applied, measurement: Measurement | None = None) -> Metrics:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from actmem.decisions import Decision
 from actmem.planner.highs import Program
 from actmem.planner.problem import BlockProblem, Item
 from actmem.planner.work import Work
@@ -199,7 +200,7 @@ class BlockProgram:
 
     # ---------------------------------------------------------------- reading a solution
 
-    def keep(self, values: Sequence[float]) -> tuple[str, ...]:
+    def keep(self, values: Sequence[float]) -> tuple[Decision, ...]:
         """Return the decisions that a solution represents."""
         again = frozenset(u for u, r in enumerate(self._r) if values[r] > 0.5)
         sent = frozenset(u for u, o in enumerate(self._o) if values[o] > 0.5)
@@ -218,7 +219,7 @@ class BlockProgram:
 class Priced:
     """The outcome of `price`."""
 
-    keep: tuple[str, ...]
+    keep: tuple[Decision, ...]
     """The decision for each call."""
     bound: float
     """Lower bound on the sum of seconds and prices."""

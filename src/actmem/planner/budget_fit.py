@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from actmem.decisions import Decision
 from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
 from actmem.modes import Full, Selective, every_second
@@ -281,7 +282,7 @@ def _written(
             chief.blocks,
             chief.fingerprint,
             f"fit(budget={budget_bytes})",
-            where if any("offload" in keep for keep in wanted) else None,
+            where if any(Decision.OFFLOAD in keep for keep in wanted) else None,
             exact=True,
         )
         said = decisions(chief, plan)
@@ -317,7 +318,7 @@ _NEAR = 5e-4
 
 
 def _everything(p: Profile) -> Keeps:
-    return [["save"] * len(layer.calls) for layer in p.layers]
+    return [[Decision.SAVE] * len(layer.calls) for layer in p.layers]
 
 
 def named_keeps(p: Profile) -> list[Keeps]:
@@ -383,10 +384,12 @@ def _same_each_time(
         for group in groups.values():
             each = [solution.keeps[n] for n in group]
             if len({tuple(call.op for call in p.layers[n].calls) for n in group}) > 1:
-                whole_block = "save" if nth >= 0 and all(all(keep) for keep in each) else ""
+                kept = nth >= 0 and all(Decision.RECOMPUTE not in keep for keep in each)
+                whole_block = Decision.SAVE if kept else Decision.RECOMPUTE
                 each = [[whole_block] * len(keep) for keep in each]
             elif nth < 0:
-                each = [[k[0] if all(k) else "" for k in zip(*each, strict=True)]] * len(group)
+                together = zip(*each, strict=True)
+                each = [[k[0] if Decision.RECOMPUTE not in k else Decision.RECOMPUTE for k in together]] * len(group)
             else:
                 each = [each[min(nth, len(each) - 1)]] * len(group)
             for n, keep in zip(group, each, strict=True):
@@ -448,11 +451,11 @@ def _predicted(
     )
 
 
-def _is_said(chief: Profile, keeps: Keeps, said: Keeps) -> bool:
+def _is_said(chief: Profile, keeps: Sequence[Sequence[Decision | None]], said: Keeps) -> bool:
     """Return whether the rules say what was decided, where that makes a difference."""
     for layer, wanted, rules_say in zip(chief.layers, keeps, said, strict=True):
         differ = [c for c, call in enumerate(layer.calls) if call.makes and wanted[c] not in (rules_say[c], ANY)]
-        if differ and not all(layer.values[v].why for c in differ for v in layer.calls[c].makes):
+        if differ and not all(layer.values[v].why is not None for c in differ for v in layer.calls[c].makes):
             return False
     return True
 

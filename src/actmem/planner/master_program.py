@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from actmem.decisions import Decision
 from actmem.planner.block_program import BlockProgram, Priced, price
 from actmem.planner.highs import Program
 from actmem.planner.problem import BlockProblem, block_problem
@@ -94,7 +95,7 @@ class Step:
         """Integer solutions that turned out not to fit: for each layer, the number of its column."""
         self.regroup()
 
-    def add(self, family: int, keep: Sequence[str]) -> Effect | None:
+    def add(self, family: int, keep: Sequence[Decision]) -> Effect | None:
         """Add a column to the pool of a family; return it if it is new."""
         key = tuple(keep)
         if key in self._known[family]:
@@ -352,7 +353,7 @@ def _safe_unpacks(line: Timeline) -> npt.NDArray[np.bool_]:
 class Joined:
     """The outcome of `join`."""
 
-    keeps: list[tuple[str, ...]]
+    keeps: list[tuple[Decision, ...]]
     """For each layer, its decisions; empty if nothing was found."""
     bound: float
     """Lower bound on the seconds, or the peak, of every plan that keeps to the rows."""

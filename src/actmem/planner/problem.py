@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from actmem.decisions import Decision
 from actmem.simulation import LayerFamily
 
 __all__ = ["BlockProblem", "Item", "Unit", "block_problem"]
@@ -65,12 +66,12 @@ class BlockProblem:
     first_unpack: int
     """The event that begins the backward of the block."""
 
-    def keep(self, recomputed: frozenset[int], sent: frozenset[int] = frozenset()) -> tuple[str, ...]:
+    def keep(self, recomputed: frozenset[int], sent: frozenset[int] = frozenset()) -> tuple[Decision, ...]:
         """Return the decision for each call: units that are neither recomputed nor offloaded are saved."""
-        found = [""] * self.num_calls
+        found = [Decision.RECOMPUTE] * self.num_calls
         for u, unit in enumerate(self.units):
             if u not in recomputed:
-                found[unit.calls[-1]] = "offload" if u in sent else "save"
+                found[unit.calls[-1]] = Decision.OFFLOAD if u in sent else Decision.SAVE
         return tuple(found)
 
 

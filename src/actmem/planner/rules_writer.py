@@ -6,22 +6,23 @@ import glob
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from actmem.decision_rules import Decision, Rule
+from actmem.decision_rules import Rule
+from actmem.decisions import Decision
 from actmem.ops import GROUPS
 from actmem.profiles import Layer, Profile
 
 __all__ = ["ANY", "loosened", "write_rules"]
 
-ANY = "any"
+ANY = None
 """The decision where nothing depends on it: a value that neither a backward step nor a replay reaches."""
 
 
 def loosened(
     profile: Profile,
-    keeps: Sequence[Sequence[str]],
+    keeps: Sequence[Sequence[Decision]],
     replayed: Sequence[Sequence[int]],
     held: Sequence[Sequence[int]],
-) -> list[list[str]]:
+) -> list[list[Decision | None]]:
     """Put `ANY` at every call that neither ran again nor made something that was held, whenever its block ran."""
     matters: dict[tuple[str, int], set[int]] = {}
     for layer, again, kept in zip(profile.layers, replayed, held, strict=True):
@@ -33,15 +34,15 @@ def loosened(
     ]
 
 
-def write_rules(profile: Profile, keeps: Sequence[Sequence[str]]) -> tuple[Rule, ...]:
+def write_rules(profile: Profile, keeps: Sequence[Sequence[Decision | None]]) -> tuple[Rule, ...]:
     """Return rules that decide as `keeps` does.
 
     Args:
         profile: the profile.
-        keeps: for each layer, "save", "offload", "" (recompute) or `ANY` for each of its calls. Those of a block
-            that is called more than once are the same each time.
+        keeps: for each layer, the decision or `ANY` for each of its calls. Those of a block that is called more than
+            once are the same each time.
     """
-    groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+    groups: dict[tuple[int, tuple[Decision | None, ...]], list[int]] = {}
     order = {path: i for i, path in enumerate(profile.blocks)}
     seen: set[str] = set()
     for layer, keep in zip(profile.layers, keeps, strict=True):
@@ -50,8 +51,8 @@ def write_rules(profile: Profile, keeps: Sequence[Sequence[str]]) -> tuple[Rule,
             groups.setdefault((layer.kind, tuple(keep)), []).append(order[layer.path])
     by_kind = {layer.kind: layer for layer in profile.layers}
     rules: list[Rule] = []
-    whole = {i for (_, keep), found in groups.items() if set(keep) <= {"save", ANY} for i in found}
-    nothing = {i for (_, keep), found in groups.items() if set(keep) <= {"", ANY} for i in found}
+    whole = {i for (_, keep), found in groups.items() if set(keep) <= {Decision.SAVE, ANY} for i in found}
+    nothing = {i for (_, keep), found in groups.items() if set(keep) <= {Decision.RECOMPUTE, ANY} for i in found}
     mixed = {key: found for key, found in groups.items() if not set(found) <= {*whole, *nothing}}
     for (kind, keep), found in mixed.items():
         where = None if len(mixed) == 1 and not whole and not nothing else slices(found)
@@ -69,21 +70,20 @@ def write_rules(profile: Profile, keeps: Sequence[Sequence[str]]) -> tuple[Rule,
     return (*rules, _listed(by_kind[kind], keep, None)[-1])
 
 
-def _listed(layer: Layer, keep: Sequence[str], where: str | None) -> list[Rule]:
+def _listed(layer: Layer, keep: Sequence[Decision | None], where: str | None) -> list[Rule]:
     """Write the rules of one group of equal layers: what is kept, or what is not, whichever is shorter."""
-    kept = [*_layer_rules(layer, ["" if k == ANY else k for k in keep], where, ""), Rule("recompute", layers=where)]
-    dropped = [
-        *_layer_rules(layer, ["save" if k == ANY else k for k in keep], where, "save"),
-        Rule("save", layers=where),
+    listed = [
+        [*_layer_rules(layer, [k or default for k in keep], where, default), Rule(default, layers=where)]
+        for default in (Decision.RECOMPUTE, Decision.SAVE)
     ]
-    return min(kept, dropped, key=len)
+    return min(listed, key=len)
 
 
-def _layer_rules(layer: Layer, keep: Sequence[str], where: str | None, default: str) -> list[Rule]:
+def _layer_rules(layer: Layer, keep: Sequence[Decision], where: str | None, default: Decision) -> list[Rule]:
     """Write a rule for everything that differs from the default decision, the most specific modules first."""
     rules: list[Rule] = []
     decided: set[int] = set()
-    wanted = [i for i, k in enumerate(keep) if k != default and layer.calls[i].makes]
+    wanted = [i for i, k in enumerate(keep) if k is not default and layer.calls[i].makes]
     places = {(layer.calls[i].module, _selector(layer.calls[i].op)) for i in wanted}
     for module, op in sorted(places, key=lambda p: (-len(p[0].split(".")) if p[0] else 1, p)):
         matched = _matched(layer, module)
@@ -93,14 +93,13 @@ def _layer_rules(layer: Layer, keep: Sequence[str], where: str | None, default: 
             if i not in decided and _selector(call.op) == op and any(_is_under(call.module, m) for m in matched)
         ]
         for decision in {keep[i]: None for i in wanted if i in under}:
-            chosen = [i for i in under if keep[i] == decision and layer.calls[i].module == module]
+            chosen = [i for i in under if keep[i] is decision and layer.calls[i].module == module]
             if not chosen:
                 continue
             left = [i for i in under if i not in decided]
-            free = [i for i in left if keep[i] != decision]
+            free = [i for i in left if keep[i] is not decision]
             nth = None if not free and chosen == left else ",".join(str(left.index(i)) for i in chosen)
-            said: Decision = "recompute" if not decision else "offload" if decision == "offload" else "save"
-            rules.append(Rule(said, layers=where, module=_glob(layer, module) if module else None, op=op, nth=nth))
+            rules.append(Rule(decision, layers=where, module=_glob(layer, module) if module else None, op=op, nth=nth))
             decided |= set(chosen)
     return rules
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from actmem.decisions import Decision
 from actmem.planner.master_program import Mix, Step
 from actmem.planner.placement import Placing
 from actmem.planner.work import Work
@@ -12,6 +13,8 @@ from actmem.profiles import Profile
 from actmem.simulation import Effect, Link, Timeline, Traffic
 
 __all__ = ["Search"]
+
+_SAVE, _RECOMPUTE, _OFFLOAD = Decision.SAVE, Decision.RECOMPUTE, Decision.OFFLOAD
 
 _FEW = 512
 """Up to this many sets of decisions, all are tried."""
@@ -87,12 +90,12 @@ class Search:
 
     # ---------------------------------------------------------------- effects
 
-    def everywhere(self, decision: str) -> list[Effect]:
+    def everywhere(self, decision: Decision) -> list[Effect]:
         """Return the plan with the same decision everywhere."""
         layers = self.profile.layers
         return self.effects([[decision] * len(layer.calls) for layer in layers])
 
-    def effects(self, keeps: Sequence[Sequence[str]]) -> list[Effect]:
+    def effects(self, keeps: Sequence[Sequence[Decision]]) -> list[Effect]:
         """Return what each layer does under its decisions."""
         return [self.line.effect(self.line.family_of[nth], keep) for nth, keep in enumerate(keeps)]
 
@@ -110,7 +113,7 @@ class Search:
 
     # ---------------------------------------------------------------- columns and rows
 
-    def seed(self, candidates: Sequence[Sequence[Sequence[str]]]) -> None:
+    def seed(self, candidates: Sequence[Sequence[Sequence[Decision]]]) -> None:
         """Begin with a few columns, or with all of them where there are few."""
         step = self.step
         deciding = [[self._may_decide(f, c) for c in range(p.num_calls)] for f, p in enumerate(step.problems)]
@@ -118,16 +121,16 @@ class Search:
         self.complete = few and self.traffic is None
         for f, problem in enumerate(step.problems):
             if self.complete:
-                for keep in itertools.product(*[("save", "") if d else ("",) for d in deciding[f]]):
+                for keep in itertools.product(*[(_SAVE, _RECOMPUTE) if d else (_RECOMPUTE,) for d in deciding[f]]):
                     step.add(f, keep)
             else:
-                step.add(f, ["save"] * problem.num_calls)
-                step.add(f, [""] * problem.num_calls)
+                step.add(f, [_SAVE] * problem.num_calls)
+                step.add(f, [_RECOMPUTE] * problem.num_calls)
         if self.complete:
             step.apart = True
             step.regroup()
         for keeps in candidates:
-            if self.traffic is None and any("offload" in keep for keep in keeps):
+            if self.traffic is None and any(_OFFLOAD in keep for keep in keeps):
                 continue
             found = self.effects(keeps)
             self.add(found)
@@ -145,7 +148,8 @@ class Search:
 
     def add_neighbours(self, effects: Sequence[Effect]) -> None:
         """Add columns that differ in one unit from those of a plan."""
-        step, others = self.step, ("save", "") if self.traffic is None else ("save", "", "offload")
+        step = self.step
+        others = (_SAVE, _RECOMPUTE) if self.traffic is None else (_SAVE, _RECOMPUTE, _OFFLOAD)
         used = dict.fromkeys((self.line.family_of[nth], e.keep) for nth, e in enumerate(effects))
         for f, kept in used:
             for unit in step.problems[f].units[:100]:

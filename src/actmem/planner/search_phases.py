@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from actmem.decisions import Decision
 from actmem.planner.master_program import join
 from actmem.planner.placement import Chain
 from actmem.planner.search import Search
@@ -44,10 +45,10 @@ _NUM_EXCHANGES, _NUM_EXCHANGES_WITH_LINK = 100, 400
 """How many cheaper columns are tried at the end."""
 
 
-def best_within(search: Search, budget_bytes: int, candidates: Sequence[Sequence[Sequence[str]]]) -> list[Effect]:
+def best_within(search: Search, budget_bytes: int, candidates: Sequence[Sequence[Sequence[Decision]]]) -> list[Effect]:
     """Find the fastest plan within a budget; if there seems to be none, the plan with the smallest peak."""
     search.budget_bytes = budget_bytes
-    everything = search.everywhere("save")
+    everything = search.everywhere(Decision.SAVE)
     if search.peak(everything) <= budget_bytes:
         return everything
     search.seed(candidates)
@@ -73,10 +74,10 @@ def best_within(search: Search, budget_bytes: int, candidates: Sequence[Sequence
     return search.best or everything
 
 
-def _seed_alone(search: Search, candidates: Sequence[Sequence[Sequence[str]]]) -> None:
+def _seed_alone(search: Search, candidates: Sequence[Sequence[Sequence[Decision]]]) -> None:
     """Begin with the best plan that offloads nothing: a link never makes a plan slower."""
     alone = Search(search.profile, search.seconds, step_seconds=search.step_seconds, work=search.work.apart())
-    kept = [c for c in candidates if not any("offload" in keep for keep in c)]
+    kept = [c for c in candidates if not any(Decision.OFFLOAD in keep for keep in c)]
     here = search.effects([e.keep for e in best_within(alone, search.budget_bytes, kept)])
     search.add(here)
     search.add_neighbours(here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from actmem.decisions import Decision
 from actmem.planner.master_program import join
 from actmem.planner.search import Search
 from actmem.simulation import Effect
@@ -25,7 +26,7 @@ def find_smallest(search: Search) -> tuple[list[Effect], int]:
     if not search.profile.layers:
         return [], line.base_peak_bytes
     floor = line.floor_peak_bytes
-    best = search.everywhere("")
+    best = search.everywhere(Decision.RECOMPUTE)
     if search.peak(best) <= floor:
         return best, floor
     search.seed(())

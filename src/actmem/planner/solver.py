@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from actmem.decisions import Decision
 from actmem.planner.search import Search
 from actmem.planner.search_phases import best_within
 from actmem.planner.smallest import find_smallest
@@ -14,8 +15,8 @@ from actmem.simulation import Link
 
 __all__ = ["TIME_LIMIT", "Keeps", "Link", "Solution", "really_kept", "smallest_peak", "solve"]
 
-Keeps = list[list[str]]
-"""For each layer, "save", "offload" or "" (recompute) for each of its calls. To be followed to the letter."""
+Keeps = list[list[Decision]]
+"""For each layer, the decision for each of its calls. To be followed to the letter."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def solve(
     *,
     step_seconds: float,
     offload: Link | None = None,
-    candidates: Sequence[Sequence[Sequence[str]]] = (),
+    candidates: Sequence[Sequence[Sequence[Decision]]] = (),
     time_limit: float = TIME_LIMIT,
 ) -> Solution:
     """Find the decisions with the least replay time whose peak is within a budget.
@@ -111,7 +112,7 @@ def smallest_peak(profile: Profile, *, time_limit: float = TIME_LIMIT) -> tuple[
     return search.peak(best), [list(e.keep) for e in best], least
 
 
-def really_kept(profile: Profile, keeps: Sequence[Sequence[str]], held: Sequence[Sequence[int]]) -> Keeps:
+def really_kept(profile: Profile, keeps: Sequence[Sequence[Decision]], held: Sequence[Sequence[int]]) -> Keeps:
     """Turn what a plan held into decisions to be followed to the letter.
 
     A named mode leaves it to the tape to hold the smaller side of what cannot be replayed. `held` says what it did, as
@@ -123,5 +124,6 @@ def really_kept(profile: Profile, keeps: Sequence[Sequence[str]], held: Sequence
     found: Keeps = []
     for layer, keep, values in zip(profile.layers, keeps, held, strict=True):
         calls = {layer.values[v].call for v in values if layer.values[v].call >= 0}
-        found.append([(keep[c] or "save") if c in calls else "" for c in range(len(layer.calls))])
+        kept = [Decision.SAVE if k is Decision.RECOMPUTE else k for k in keep]
+        found.append([k if c in calls else Decision.RECOMPUTE for c, k in enumerate(kept)])
     return found

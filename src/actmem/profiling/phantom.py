@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from actmem.decisions import Decision, Reason
 from actmem.engine import (
     Following,
     Handle,
@@ -63,7 +64,7 @@ class _Made:
     refs: tuple[int, ...] = ()
     shown: tuple[int, ...] = ()
     writes: tuple[Write, ...] = ()
-    never: str | None = None
+    never: Reason | None = None
     yields: bool = True
     fresh: bool = True
     is_single: bool = False
@@ -132,10 +133,10 @@ class Recorded(Observation):
         self._places = [(ref[0], ref[1]) for ref in refs if ref[2].row is not None]
         call.shown = tuple(self._witness(_origin(tensor)) for _, tensor in found)
 
-    def special(self, operator: Operator, never: str | None, writes: Any, unread: Any, coverage: Any) -> None:
+    def special(self, operator: Operator, never: Reason | None, writes: Any, unread: Any, coverage: Any) -> None:
         """Note a call that writes, draws or is never replayed."""
         call = self.calls[-1]
-        call.never, call.fresh, call.yields = never, operator.fresh, never == "generator"
+        call.never, call.fresh, call.yields = never, operator.fresh, never is Reason.GENERATOR
         positions = {where: n for n, where in enumerate(self._places or ())}
         found: list[Write] = []
         for k, write in enumerate(writes):
@@ -228,11 +229,11 @@ class Recorded(Observation):
                     storage=met.storage,
                     call=met.call,
                     kind=met.kind,
-                    why=None if value.node is not None else value.why or "external",
+                    why=None if value.node is not None else value.why or Reason.EXTERNAL,
                     reads=() if value.node is None else _reads(value),
                     writes=versions[at - 1] if at and value.slot < 0 else -1,
                     overwritten=self._met[later].call if later >= 0 else -1,
-                    constant=value.why == "constant",
+                    constant=value.why is Reason.CONSTANT,
                     copy_bytes=met.num_bytes,
                     leaf=met.leaf,
                     slot=value.slot,
@@ -288,15 +289,15 @@ class _Verdicts:
     """Recompute everything: only then does the tape record how each value is made."""
 
     def __init__(self, recorded: Recorded) -> None:
-        self.known: dict[Operator, str] = {}
+        self.known: dict[Operator, Decision] = {}
         self._recorded = recorded
 
     def new_counts(self) -> dict[Any, int]:
         return {}
 
-    def decide(self, _operator: Operator, _address: str, _counts: Any, out: Any) -> str:
+    def decide(self, _operator: Operator, _address: str, _counts: Any, out: Any) -> Decision:
         self._recorded.out_bytes = sum(map(num_bytes, tensors(out)))
-        return ""
+        return Decision.RECOMPUTE
 
 
 class _Phantom:
@@ -370,10 +371,9 @@ class PhantomTape(Tape):
         self._recorded.refers(node.refs, args, kwargs)
         return node
 
-    def _in_cut(self, func: Any) -> str:
+    def _in_cut(self, func: Any) -> None:
         super()._in_cut(func)
         self._recorded.placed(self.address)
-        return ""
 
     def _hold(self, value: TapeValue, tensor: Tensor, make_alias: Callable[[Tensor], Tensor]) -> None:
         pass
@@ -392,7 +392,7 @@ class PhantomTape(Tape):
         storage = tensor.untyped_storage()
         value = self._values.get(storage._cdata)  # pyright: ignore[reportPrivateUsage]
         if value is None or value.storage() is not storage or (value.node is not None and value.written_unseen(tensor)):
-            value = TapeValue(weakref.ref(storage), None, 0, "external")
+            value = TapeValue(weakref.ref(storage), None, 0, Reason.EXTERNAL)
             self._values[storage._cdata] = value  # pyright: ignore[reportPrivateUsage]
             self._recorded.given(value, tensor, storage.nbytes())
         handle = _Handle(self, value, tensor, (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0))

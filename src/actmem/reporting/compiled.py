@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from actmem.decisions import Decision
 from actmem.engine import KeptValues, Traced
 
 __all__ = ["CompiledGraph", "compiled_graphs"]
@@ -19,7 +20,7 @@ class CompiledGraph:
     """The blocks traced into the graph."""
     shared_with: tuple[str, ...]
     """Blocks that run the same graph because they have the same structure and the same decisions."""
-    num_asked: Mapping[str, int]
+    num_asked: Mapping[Decision, int]
     """How many operators the plan asked to save, and to recompute."""
     saved: tuple[tuple[KeptValues, int], ...]
     """What the partitioner saved, without inputs and parameters, and how many of each."""
@@ -32,12 +33,12 @@ class CompiledGraph:
     @property
     def against_plan_bytes(self) -> int:
         """Bytes saved although the plan says recompute: at a block's edges the partitioner has the last word."""
-        return sum(kept.num_bytes * count for kept, count in self.saved if kept.asked == "recompute")
+        return sum(kept.num_bytes * count for kept, count in self.saved if kept.asked == Decision.RECOMPUTE)
 
     @property
     def num_asked_and_saved(self) -> int:
         """Number of values saved as asked. For the rest, backward needs none or the partitioner found a cheaper one."""
-        return sum(count for kept, count in self.saved if kept.asked == "save")
+        return sum(count for kept, count in self.saved if kept.asked == Decision.SAVE)
 
 
 def compiled_graphs(

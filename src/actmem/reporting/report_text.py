@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
+from actmem.decisions import Decision
 from actmem.units import size
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def render(report: Report, *, width: int = 140) -> str:
         )
     collectives = report.collective_bytes
     if collectives:
-        again = sum(collectives.get(d, 0) for d in ("recompute", "replayed"))
+        again = sum(collectives.get(d, 0) for d in (Decision.RECOMPUTE, "replayed"))
         console.print(
             f"results of collectives: {size(sum(collectives.values()) - again)} held, {size(again)} communicated again "
             "in the backward pass.",
@@ -100,7 +101,7 @@ def _table(kind: KindReport) -> Table:
             continue
         decision = (
             row.decision
-            if row.by_autograd or row.decision in ("input", "copy", "never", "offload")
+            if row.by_autograd or row.decision in ("input", "copy", "never", Decision.OFFLOAD)
             else f"{row.decision} (a replay starts here)"
         )
         table.add_row(
@@ -141,7 +142,7 @@ def _graph_table(graph: CompiledGraph) -> Table:
 
 
 def _graph_line(graph: CompiledGraph) -> str:
-    asked = graph.num_asked.get("save", 0)
+    asked = graph.num_asked.get(Decision.SAVE, 0)
     line = (
         f"the partitioner saves {size(graph.saved_bytes)}. The plan asked to save the results of {asked} operators; "
         f"it holds those of {graph.num_asked_and_saved}, and backward does not need the rest."

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from actmem import ops
+from actmem.decisions import Decision, Reason
 from actmem.engine import REASONS, Observation, ObservedOperator
 from actmem.errors import ModeError
 from actmem.offloading import TransferCounts
@@ -140,7 +141,7 @@ class Report:
     @property
     def plain_bytes(self) -> int:
         """Bytes that plain autograd holds for backward inside the blocks."""
-        return self._total("save", "recompute", "offload", "input", "never", by_autograd=True)
+        return self._total(*Decision, "input", "never", by_autograd=True)
 
     @property
     def held_bytes(self) -> int:
@@ -155,18 +156,18 @@ class Report:
     @property
     def saved_bytes(self) -> int:
         """Bytes that the plan saves."""
-        return self._total("save")
+        return self._total(Decision.SAVE)
 
     @property
     def recomputed_bytes(self) -> int:
         """Bytes that plain autograd holds and this plan does not."""
         held = self._storages(*_HELD)  # another block may hold it, as its input
-        return sum(n for storage, n in self._storages("recompute").items() if storage not in held)
+        return sum(n for storage, n in self._storages(Decision.RECOMPUTE).items() if storage not in held)
 
     @property
     def offloaded_bytes(self) -> int:
         """Bytes offloaded in the observed step."""
-        return self._total("offload")
+        return self._total(Decision.OFFLOAD)
 
     @property
     def never_replayed_bytes(self) -> int:
@@ -241,8 +242,8 @@ def summarise(
     )
 
 
-_HELD = ("save", "input", "copy", "never")
-_OPAQUE = ("opaque", "unseen", "uninitialised")
+_HELD = (Decision.SAVE, "input", "copy", "never")
+_OPAQUE = (Reason.OPAQUE, Reason.UNSEEN, Reason.UNINITIALISED)
 
 
 def _rows(rows: list[ObservedOperator]) -> tuple[ReportRow, ...]:
@@ -262,7 +263,7 @@ def _rows(rows: list[ObservedOperator]) -> tuple[ReportRow, ...]:
             opaque=never and (r.cause or r.why) in _OPAQUE,
             by_autograd=r.saved,
             replayed=0,
-            collective=ops.matches("collective", *_packet(r.op)) or (never and (r.cause or r.why) == "collective"),
+            collective=ops.matches("collective", *_packet(r.op)) or (never and (r.cause or r.why) is Reason.COLLECTIVE),
         )
         groups.setdefault(row, []).append(r.replayed)
     return tuple(replace(row, count=len(replayed), replayed=sum(replayed)) for row, replayed in groups.items())
@@ -284,7 +285,7 @@ def _counted(rows: list[ObservedOperator]) -> Iterator[Counted]:
 
 
 def _reason(row: ObservedOperator) -> str:
-    return REASONS.get(row.why or "", row.why or "")
+    return "" if row.why is None else REASONS.get(row.why, row.why)
 
 
 def _packet(op: str) -> tuple[str, str]:
@@ -294,12 +295,12 @@ def _packet(op: str) -> tuple[str, str]:
 
 def _decision(row: ObservedOperator) -> str:
     if row.offloaded:
-        return "offload"
+        return Decision.OFFLOAD
     if not row.held:
-        return "recompute" if row.saved else "replayed"
-    if row.copied and (row.kind != "made" or row.why == "external"):
+        return Decision.RECOMPUTE if row.saved else "replayed"
+    if row.copied and (row.kind != "made" or row.why is Reason.EXTERNAL):
         return "copy"
-    if row.kind == "input" and row.why in ("external", "save"):
+    if row.kind == "input" and row.why in (Reason.EXTERNAL, Reason.SAVED):
         return "input"
-    kept = row.why == "save" or (row.why == "barrier" and row.cause in ("save", "cut"))
-    return "save" if kept else "never"
+    kept = row.why is Reason.SAVED or (row.why is Reason.BARRIER and row.cause in (Reason.SAVED, Reason.CUT))
+    return Decision.SAVE if kept else "never"

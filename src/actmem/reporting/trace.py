@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from actmem.decision_rules import Rule
+from actmem.decisions import Decision
 from actmem.engine import Traced, subsumed
 from actmem.reporting.report_text import paths_of, size
 
@@ -44,7 +45,9 @@ class Trace:
             for name in ("module", "operator", "nth", "bytes", "decision", "rule"):
                 table.add_column(name, justify="right" if name in ("nth", "bytes") else "left")
             for row in block.rows:
-                decision = row.decision if row.never is None or row.decision == "save" else f"never ({row.never})"
+                decision = (
+                    row.decision if row.never is None or row.decision is Decision.SAVE else f"never ({row.never})"
+                )
                 rule = f"{row.rule + 1}: {self.rules[row.rule]!r}"
                 table.add_row(row.module or ".", row.op, str(row.nth), size(row.num_bytes), decision, rule)
             console.print(table)

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from actmem.decisions import Decision
 from actmem.profiles import Layer, Profile
 from actmem.simulation.room import Room
 from actmem.simulation.tape_emulator import Emulated
@@ -69,7 +70,7 @@ class LayerFamily:
 class Effect:
     """What one layer does under one set of decisions."""
 
-    keep: tuple[str, ...]
+    keep: tuple[Decision, ...]
     seconds: float
     flops: int
     replayed: tuple[int, ...]
@@ -124,7 +125,7 @@ class Timeline:
         self._sizes = {s: n for s, n in profile.storages.items() if n}
         self._first_value = [_first_values(layer) for layer in profile.layers]
         self._useful = [{layer.values[v].storage for v in _reachable(layer)} for layer in profile.layers]
-        self._effects: dict[tuple[int, tuple[str, ...]], Effect] = {}
+        self._effects: dict[tuple[int, tuple[Decision, ...]], Effect] = {}
         self._cut()
         self._find_outside()
         self._find_makers()
@@ -276,14 +277,14 @@ class Timeline:
 
     # ---------------------------------------------------------------- effects
 
-    def effect(self, family: int, keep: Sequence[str]) -> Effect:
+    def effect(self, family: int, keep: Sequence[Decision]) -> Effect:
         """Work out what a layer of a family does under given decisions."""
         key = family, tuple(keep)
         if key not in self._effects:
             self._effects[key] = self._emulate(self.families[family], key[1])
         return self._effects[key]
 
-    def _emulate(self, family: LayerFamily, keep: tuple[str, ...]) -> Effect:
+    def _emulate(self, family: LayerFamily, keep: tuple[Decision, ...]) -> Effect:
         layer = family.layer
         apart = {layer.values[v].storage: v for v in family.outside}
         inside = {v.storage for v in layer.values if v.storage in self._sizes and v.storage not in apart}

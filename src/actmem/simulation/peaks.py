@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from actmem.decisions import Decision
 from actmem.modes import Full
 from actmem.plan import Plan
 from actmem.profiles import Layer, Profile, Value
@@ -114,7 +115,7 @@ def _made_by(layer: Layer, value: Value) -> str:
 
 def lowering(
     p: Profile,
-    keeps: Sequence[Sequence[str]],
+    keeps: Sequence[Sequence[Decision]],
     simulated: Simulated,
     *,
     exact: bool,
@@ -139,7 +140,8 @@ def lowering(
     if in_step and rest < peak and size(rest) != size(peak):
         found.append(f"a loss that is computed in chunks (no whole logits): {size(rest)}, the peak of all else.")
     if not offloaded and in_step:
-        away = simulate(p, [["offload" if k == "save" else k for k in keep] for keep in keeps], exact=exact)
+        moved = [[Decision.OFFLOAD if k is Decision.SAVE else k for k in keep] for keep in keeps]
+        away = simulate(p, moved, exact=exact)
         if away.peak_bytes < peak and size(away.peak_bytes) != size(peak):
             where = "offload='host' or 'disk'" if accelerator else "offload='disk'"
             found.append(f"{where}: {size(away.peak_bytes)}.")

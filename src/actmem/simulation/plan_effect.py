@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from actmem.decisions import Decision, Reason
 from actmem.engine import Cut, Operator, Verdicts, describe, resolve, smallest_cut
 from actmem.errors import PlanError
 from actmem.offloading import bound_of
@@ -21,7 +22,7 @@ __all__ = ["decisions", "follow", "in_flight", "inputs_sent", "verdicts_of"]
 
 
 def follow(
-    profile: Profile, plan: Plan, *, timeline: bool = False, keeps: Sequence[Sequence[str]] | None = None
+    profile: Profile, plan: Plan, *, timeline: bool = False, keeps: Sequence[Sequence[Decision]] | None = None
 ) -> Simulated:
     """Simulate a step from the third on, when the smallest cuts are known. `keeps` is what the rules say, if known."""
     keeps = decisions(profile, plan) if keeps is None else keeps
@@ -54,11 +55,11 @@ def in_flight(plan: Plan, found: Simulated) -> InFlight | None:
     return InFlight(bound_of(offload.in_flight_bytes, found.sent_by_layer), offload.max_in_flight, found.fetch_order)
 
 
-def _cuts(profile: Profile, first: Simulated, offloads: Sequence[bool]) -> list[dict[int, str] | None]:
+def _cuts(profile: Profile, first: Simulated, offloads: Sequence[bool]) -> list[dict[int, Reason] | None]:
     """Return, for each layer, the calls that its block's smallest cut holds. The block's first call is cut."""
     known: dict[Any, Cut | None] = {}
     cut_of: dict[str, tuple[Cut | None, Layer]] = {}
-    forced: list[dict[int, str] | None] = []
+    forced: list[dict[int, Reason] | None] = []
     for layer, fates, offloaded in zip(profile.layers, first.fates, offloads, strict=True):
         if layer.path not in cut_of:
             funcs = tuple(call.op for call in layer.calls)
@@ -79,14 +80,14 @@ def _cuts(profile: Profile, first: Simulated, offloads: Sequence[bool]) -> list[
     return forced
 
 
-def decisions(profile: Profile, plan: Plan) -> list[list[str]]:
-    """Return, for each layer, "save", "offload" or "" (recompute) for each of its calls."""
+def decisions(profile: Profile, plan: Plan) -> list[list[Decision]]:
+    """Return, for each layer, the decision for each of its calls."""
     index = {path: i for i, path in enumerate(plan.blocks)}
-    known: dict[Any, list[str]] = {}
-    found: list[list[str]] = []
+    known: dict[Any, list[Decision]] = {}
+    found: list[list[Decision]] = []
     for layer in profile.layers:
         if layer.path not in index:
-            found.append(["save"] * len(layer.calls))
+            found.append([Decision.SAVE] * len(layer.calls))
             continue
         verdicts = _verdicts(layer, plan, index[layer.path])
         key = layer.kind, verdicts.key
@@ -121,9 +122,9 @@ def _verdicts(layer: Layer, plan: Plan, index: int) -> Verdicts:
     )
 
 
-def _decide(layer: Layer, verdicts: Any) -> list[str]:
+def _decide(layer: Layer, verdicts: Verdicts) -> list[Decision]:
     counts: dict[Any, int] = verdicts.new_counts()
-    found: list[str] = []
+    found: list[Decision] = []
     for call in layer.calls:
         size = call.out_bytes if call.out_bytes >= 0 else sum(layer.values[v].num_bytes for v in call.makes)
         out = torch.empty(size, dtype=torch.uint8, device="meta")

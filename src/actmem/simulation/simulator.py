@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from actmem.decisions import Decision, Reason
 from actmem.profiles import COPY, Entry, Profile
 from actmem.simulation.flight import InFlight
 from actmem.simulation.room import Room
@@ -29,7 +30,7 @@ class Simulated:
     """For each layer, the values that were held when its forward was over."""
     away: tuple[tuple[int, ...], ...]
     """For each layer, those of them that were offloaded."""
-    whys: tuple[tuple[str | None, ...], ...]
+    whys: tuple[tuple[Reason | None, ...], ...]
     """For each layer, why each of its values cannot be replayed, if it cannot."""
     sent_bytes: int
     sent_by_layer: tuple[int, ...]
@@ -40,19 +41,19 @@ class Simulated:
     """(position in the log, bytes alive), if requested."""
     fates: tuple[tuple[Fate | None, ...], ...] = ()
     """For each layer, what became of its values by the end of its forward."""
-    forced: tuple[Mapping[int, str] | None, ...] = ()
+    forced: tuple[Mapping[int, Reason] | None, ...] = ()
     """For each layer, the calls of its smallest cut that were held."""
 
 
 def simulate(
     profile: Profile,
-    keeps: Sequence[Sequence[str]],
+    keeps: Sequence[Sequence[Decision]],
     *,
     exact: bool = False,
     inputs_sent: Sequence[bool] | None = None,
     min_offload_bytes: int = 0,
     in_flight: InFlight | None = None,
-    forced: Sequence[Mapping[int, str] | None] | None = None,
+    forced: Sequence[Mapping[int, Reason] | None] | None = None,
     plain: Sequence[bool] | None = None,
     timeline: bool = False,
 ) -> Simulated:
@@ -60,7 +61,7 @@ def simulate(
 
     Args:
         profile: what the step does.
-        keeps: for each layer, "save", "offload" or "" for each of its calls.
+        keeps: for each layer, the decision for each of its calls.
         exact: see `Emulated`.
         inputs_sent: for each layer, whether its inputs are offloaded.
         min_offload_bytes: smaller values stay.
@@ -121,7 +122,7 @@ class _Walk:
         self.layers: list[Emulated] = []
         self.held: list[tuple[int, ...]] = [()] * len(profile.layers)
         self.away: list[tuple[int, ...]] = [()] * len(profile.layers)
-        self.whys: list[tuple[str | None, ...]] = [()] * len(profile.layers)
+        self.whys: list[tuple[Reason | None, ...]] = [()] * len(profile.layers)
         self.fates: list[tuple[Fate | None, ...]] = [()] * len(profile.layers)
         self.peak, self.peak_op, self.peak_layer = -1, "", -1
         self.saved = self.sent = 0

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from actmem.decisions import Decision, Reason
 from actmem.engine import (
     HOLD,
     KEPT,
@@ -20,6 +21,7 @@ from actmem.engine import (
     all_debts,
     inherited,
     is_piece,
+    kept_by,
     made,
     needs_private_copy,
     number_held,
@@ -41,6 +43,9 @@ __all__ = ["Emulated", "Fate"]
 _PIECES: Any = object()
 """A stand-in for what has been written of a storage that was born uninitialised."""
 
+_EXTERNAL, _OFFLOADED, _PARAMETER = Reason.EXTERNAL, Reason.OFFLOADED, Reason.PARAMETER
+_UNINITIALISED, _UNSEEN = Reason.UNINITIALISED, Reason.UNSEEN
+
 
 class Fate:
     """What became of one value: the same as a row of an observation."""
@@ -59,11 +64,11 @@ class Fate:
         "why",
     )
 
-    def __init__(self, number: int, kind: str, why: str | None, num_bytes: int, index: int) -> None:
+    def __init__(self, number: int, kind: str, why: Reason | None, num_bytes: int, index: int) -> None:
         self.number, self.kind, self.why, self.num_bytes, self.index = number, kind, why, num_bytes, index
         self.held = self.saved = self.overwritten = False
         self.replayed = 0
-        self.cause: str | None = None
+        self.cause: Reason | None = None
         self.parents: tuple[Fate, ...] = ()
 
 
@@ -96,7 +101,7 @@ class _Written:
 
     def __init__(self, fact: Write, old: Value | None) -> None:
         self.fact, self.old = fact, old
-        self.fate: str | None = None
+        self.fate: Reason | None = None
         self.early: Value | None = None
 
 
@@ -106,21 +111,21 @@ class Emulated:
     def __init__(
         self,
         layer: Layer,
-        keep: Sequence[str],
+        keep: Sequence[Decision],
         room: Room,
         *,
         exact: bool = False,
         plain: bool = False,
         sends_inputs: bool = False,
         min_offload_bytes: int = 0,
-        forced: dict[int, str] | None = None,
+        forced: dict[int, Reason] | None = None,
         flight: Flight | None = None,
     ) -> None:
         """Start the tape of a block call.
 
         Args:
             layer: what the block does.
-            keep: "save", "offload" or "" (recompute) for each call.
+            keep: the decision for each call.
             room: where bytes are counted.
             exact: the plan is to be followed to the letter, not by bytes. See NOTE [ Barriers ].
             plain: the plan has nothing to say here, so that there is no tape.
@@ -133,7 +138,7 @@ class Emulated:
         self._sends_inputs, self._min_offload_bytes = sends_inputs, min_offload_bytes
         self._forced = forced or {}
         self._flight = flight
-        self._free = KEPT if exact else ("offload",)
+        self._free = KEPT if exact else (_OFFLOADED,)
         self._budget = UNLIMITED if exact else layer.inputs_bytes
         self._by_function = frozenset(layer.by_function)
         self._values: dict[int, Value] = {}
@@ -158,7 +163,7 @@ class Emulated:
         """The calls that were run again, in order."""
 
     @property
-    def why(self) -> list[str | None]:
+    def why(self) -> list[Reason | None]:
         """Why each value is not recomputed, if it is not."""
         return [
             value.why if fate is None else fate.why for value, fate in zip(self._layer.values, self.fates, strict=True)
@@ -172,13 +177,13 @@ class Emulated:
             return
         call = self._layer.calls[index]
         forced = self._forced.get(index)
-        keep = forced or self._keep[index]
-        never = None if forced or (keep and call.yields) else call.never
-        given = reason(keep, never, exact=self._exact)
+        kept = forced or kept_by(self._keep[index])
+        never = None if forced or (kept and call.yields) else call.never
+        given = reason(kept, never, exact=self._exact)
         writes = [_Written(write, self._values.get(write.storage)) for write in call.writes]
         for w in writes:
-            w.fate = given or ("external" if w.fact.unread else inherited(w.old, whole=w.fact.whole))
-        replayable = never is None and not keep
+            w.fate = given or (_EXTERNAL if w.fact.unread else inherited(w.old, whole=w.fact.whole))
+        replayable = never is None and kept is None
         piece = (
             replayable and len(writes) == 1 and bool(writes[0].fact.piece) and is_piece(writes[0].old, writes[0].fate)
         )
@@ -192,7 +197,7 @@ class Emulated:
             if fact.slot < 0:
                 continue
             value = Value(self._storage(fact.storage), node, fact.slot, None if node is not None else given)
-            if never == "uninitialised" and not writes:
+            if never is _UNINITIALISED and not writes:
                 value.why = never
                 if fact.pieces:
                     value.coverage, value.pending = _PIECES, Node(index, [], None, [])
@@ -219,10 +224,10 @@ class Emulated:
     def _refer(self, v: int, shown: int) -> Value:
         """Return a value that a recorded call reads: met, if nothing recomputes it."""
         fact = self._layer.values[v]
-        if fact.why == "parameter" and fact.call < 0:
+        if fact.why is _PARAMETER and fact.call < 0:
             value = self._detached.get(v)
             if value is None:
-                value = self._detached[v] = self._born(Value(self._storage(fact.storage), None, 0, "parameter"), v)
+                value = self._detached[v] = self._born(Value(self._storage(fact.storage), None, 0, _PARAMETER), v)
             return value
         value = self._values.get(fact.storage)
         if value is None or self._number(value) != v:
@@ -237,9 +242,9 @@ class Emulated:
 
     def _external(self, v: int) -> Value:
         fact = self._layer.values[v]
-        why = "unseen" if fact.why == "unseen" else "external"
+        why = _UNSEEN if fact.why is _UNSEEN else _EXTERNAL
         value = self._values[fact.storage] = self._born(Value(self._storage(fact.storage), None, 0, why), v)
-        if why == "unseen":
+        if why is _UNSEEN:
             value.tensor, value.num_bytes = self._witness(fact.shown), fact.copy_bytes
         else:
             self._hold(value, None)
@@ -287,7 +292,7 @@ class Emulated:
             value = write.early or Value(storage, None, 0, None)
             value.node, value.slot, value.why = node if write.fate is None else None, -1 - k, write.fate
             if write.early is not None and (value.node is None or all_debts(value.node.refs) is not None):
-                value.node, value.why = None, write.fate or "barrier"
+                value.node, value.why = None, write.fate or Reason.BARRIER
                 number_held(value)
                 value.held = Lease(self._room, write.fact.storage)  # whoever overwrites it next need not copy it
             outs.append((-1 - k, weakref.ref(value)))
@@ -327,7 +332,7 @@ class Emulated:
             return
         value = self._values.get(fact.storage)
         if value is None or self._number(value) != v:
-            value = self._values[fact.storage] = self._born(Value(self._storage(fact.storage), None, 0, "external"), v)
+            value = self._values[fact.storage] = self._born(Value(self._storage(fact.storage), None, 0, _EXTERNAL), v)
             self._hold(value, None)
         elif value.held is None:
             if value.node is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from actmem import Full
+from actmem.decisions import Reason
 from actmem.engine.barriers import TRIFLE_BYTES, owe, settle
 from actmem.engine.holdings import find
 from actmem.engine.observation import ObservedOperator
@@ -17,7 +18,7 @@ from actmem.engine.values import Node, Value
 from tests.engine.cases import Program, compare, never, stack
 
 
-def given(tensor: Tensor, why: str = "opaque") -> Value:
+def given(tensor: Tensor, why: Reason = Reason.OPAQUE) -> Value:
     """Make a value that is never replayed."""
     value = Value(weakref.ref(tensor.untyped_storage()), None, 0, why)
     value.tensor, value.num_bytes = weakref.ref(tensor), tensor.untyped_storage().nbytes()
@@ -88,7 +89,7 @@ def test_the_fewer_bytes_are_held(sizes: tuple[int, ...], size: int, owed_is_hel
         assert held == debts and value.node is not None and value.why is None
         assert all(v.held is t for v, t in zip(debts, tensors, strict=True))
     else:
-        assert held == [value] and value.node is None and value.why == "barrier" and value.held is tensor
+        assert held == [value] and value.node is None and value.why is Reason.BARRIER and value.held is tensor
         assert value.row.cause == "opaque"
 
 
@@ -123,7 +124,7 @@ def test_if_what_is_owed_has_died_the_value_itself_is_held() -> None:
     tensor, small = torch.ones(100), torch.ones(1)
     value = recorded(tensor, given(small))
     del small
-    assert settled(value, tensor) == [value] and value.why == "barrier"
+    assert settled(value, tensor) == [value] and value.why is Reason.BARRIER
 
 
 def test_if_what_is_owed_was_overwritten_the_value_itself_is_held() -> None:

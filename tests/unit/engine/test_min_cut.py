@@ -13,6 +13,7 @@ from torch import Tensor
 
 import actmem
 from actmem import Full
+from actmem.decisions import Reason
 from actmem.engine.observation import ObservedOperator, smallest_cut
 from actmem.engine.operators import REASONS
 from tests.engine.cases import Program, batch, compare, never, simple_step, stack
@@ -28,7 +29,7 @@ class Graph:
         self,
         num_bytes: int,
         *parents: int,
-        why: str | None = None,
+        why: Reason | None = None,
         saved: bool = False,
         held: bool = False,
         overwritten: bool = False,
@@ -59,7 +60,7 @@ class Graph:
         """Tell whether every saved value is held, or can be replayed from values that are."""
 
         def reachable(row: ObservedOperator) -> bool:
-            return row.index in held or (row.why in (None, "barrier") and all(reachable(p) for p in row.parents))
+            return row.index in held or (row.why in (None, Reason.BARRIER) and all(reachable(p) for p in row.parents))
 
         return all(reachable(r) for r in self.rows if r.saved)
 
@@ -88,7 +89,7 @@ class Graph:
                 continue
             owed = {i for i in owed if not self.rows[i].held}
             if owed and (not greedily or sum(self.rows[i].num_bytes for i in owed) > row.num_bytes):
-                row.held, row.why = True, "barrier"
+                row.held, row.why = True, Reason.BARRIER
             else:
                 for i in owed:
                     self.rows[i].held = True
@@ -100,26 +101,26 @@ class Graph:
 
 def test_one_small_value_in_the_middle_is_held_for_all_that_is_made_from_it() -> None:
     g = Graph([])
-    big = g.add(1000, why="opaque")
+    big = g.add(1000, why=Reason.OPAQUE)
     middle = g.add(10, big)
     for _ in range(3):
         g.add(100, middle, saved=True)
     g.settle()
-    assert g.paid == 300 and g.cut() == {middle: "cut"}
+    assert g.paid == 300 and g.cut() == {middle: Reason.CUT}
 
 
 def test_a_small_never_replayed_value_is_held_itself() -> None:
     g = Graph([])
-    source = g.add(50, why="opaque")
+    source = g.add(50, why=Reason.OPAQUE)
     for _ in range(2):
         g.add(40, source, saved=True)
     g.settle()
-    assert g.paid == 80 and g.cut() == {source: "cut"}
+    assert g.paid == 80 and g.cut() == {source: Reason.CUT}
 
 
 def test_nothing_better_is_no_cut() -> None:
     g = Graph([])
-    g.add(10, g.add(1000, why="opaque"), saved=True)
+    g.add(10, g.add(1000, why=Reason.OPAQUE), saved=True)
     g.settle()
     assert g.paid == 10 and g.cut() is None
 
@@ -132,51 +133,51 @@ def test_a_program_without_barriers_has_no_cut() -> None:
 
 def test_a_barrier_that_nothing_saved_depends_on_has_no_cut() -> None:
     g = Graph([])
-    g.add(10, why="opaque")
+    g.add(10, why=Reason.OPAQUE)
     g.add(10, saved=True)
     assert g.cut() is None
 
 
 def test_a_version_that_is_overwritten_later_is_not_chosen() -> None:
     g = Graph([])
-    big = g.add(1000, why="opaque")
+    big = g.add(1000, why=Reason.OPAQUE)
     middle = g.add(10, big, overwritten=True)
     after = g.add(20, middle)
     for _ in range(3):
         g.add(100, after, saved=True)
     g.settle()
-    assert g.cut() == {after: "cut"}
+    assert g.cut() == {after: Reason.CUT}
 
 
 def test_what_only_the_plan_stands_before_is_kept_by_the_plan() -> None:
     g = Graph([])
-    kept = g.add(1000, why="save")
+    kept = g.add(1000, why=Reason.SAVED)
     middle = g.add(10, kept)
     for _ in range(2):
         g.add(100, middle, saved=True)
     g.settle()
-    assert g.cut() == {middle: "save"}
+    assert g.cut() == {middle: Reason.SAVED}
 
 
 def test_what_stands_behind_both_is_a_cut() -> None:
     g = Graph([])
-    middle = g.add(10, g.add(1000, why="save"), g.add(1000, why="opaque"))
+    middle = g.add(10, g.add(1000, why=Reason.SAVED), g.add(1000, why=Reason.OPAQUE))
     for _ in range(2):
         g.add(100, middle, saved=True)
     g.settle()
-    assert g.cut() == {middle: "cut"}
+    assert g.cut() == {middle: Reason.CUT}
 
 
 def test_unseen_inputs_are_barriers_and_other_inputs_are_not() -> None:
-    for why, expected in (("unseen", {1: "cut"}), ("external", None)):
+    for why, expected in ((Reason.UNSEEN, {1: Reason.CUT}), (Reason.EXTERNAL, None)):
         g = Graph([])
         source = g.add(1000, why=why)
         g.rows[source].kind, g.rows[source].index = "input", -1
         middle = g.add(10, source)
         for _ in range(2):
-            g.rows[g.add(100, middle, saved=True)].held = why == "unseen"
+            g.rows[g.add(100, middle, saved=True)].held = why == Reason.UNSEEN
         for row in g.rows[2:]:
-            row.why = "barrier" if row.held else None
+            row.why = Reason.BARRIER if row.held else None
         assert g.cut() == expected
 
 
@@ -191,7 +192,7 @@ def drawn(seed: int) -> Graph:
     random = Random(seed)
     g = Graph([])
     for n in range(random.randint(1, 3)):
-        why = random.choice(["opaque", "save", None]) if n else "opaque"
+        why = random.choice([Reason.OPAQUE, Reason.SAVED, None]) if n else Reason.OPAQUE
         g.add(random.randint(4, 40), why=why, saved=random.random() < 0.2)
     for n in range(len(g.rows), len(g.rows) + random.randint(2, 5)):
         parents = random.sample(range(n), k=min(n, random.choice([1, 1, 2])))
@@ -213,7 +214,7 @@ def test_the_cut_is_the_smallest_of_all_sets() -> None:
             assert best is None or not g.paid or g.paid <= best
             return
         num_cuts += 1
-        assert g.separates(set(hold)) and set(hold.values()) <= {"cut", "save"}
+        assert g.separates(set(hold)) and set(hold.values()) <= {Reason.CUT, Reason.SAVED}
         assert g.bytes_of(set(hold)) == best
         assert best is not None and best < g.paid
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import actmem
 from actmem import Full
+from actmem.decisions import Reason
 from actmem.engine.observation import Observation, ObservedOperator
 from actmem.engine.operators import describe
 from actmem.engine.values import Node, Value, geometry
@@ -27,7 +28,7 @@ class Handle:
         self.value = value
 
 
-def value_of(tensor: Tensor, why: str | None = None, node: Any = None) -> Value:
+def value_of(tensor: Tensor, why: Reason | None = None, node: Any = None) -> Value:
     return Value(weakref.ref(tensor.untyped_storage()), node, 0, why)
 
 
@@ -49,7 +50,7 @@ def observed(body: Any, *, backward: bool = True, num_steps: int = 1) -> tuple[l
 def test_what_is_made_and_what_is_given_are_told_apart() -> None:
     weight, buffer, x, out = nn.Parameter(torch.ones(2)), torch.ones(2), torch.ones(2), torch.ones(2, 3)
     seen = Observation(frozenset({storage_key(weight.untyped_storage()), storage_key(buffer.untyped_storage())}))
-    values = [value_of(t, "external") for t in (weight, buffer, x)]
+    values = [value_of(t, Reason.EXTERNAL) for t in (weight, buffer, x)]
     for value, t in zip(values, (weight, buffer, x), strict=True):
         seen.given(value, t, t.nbytes)
     seen.begin(aten.mm.default)
@@ -87,9 +88,9 @@ def test_saved_and_held_are_what_is_alive_when_it_is_asked() -> None:
     handles = [Handle(v) for v in values]
     for value, handle in zip(values, handles, strict=True):
         seen.saved(value, handle)
-    values[1].held, values[1].why = y, "barrier"
+    values[1].held, values[1].why = y, Reason.BARRIER
     seen.settle()
-    assert [(r.saved, r.held, r.why) for r in seen.rows] == [(True, False, None), (True, True, "barrier")]
+    assert [(r.saved, r.held, r.why) for r in seen.rows] == [(True, False, None), (True, True, Reason.BARRIER)]
     del handles[1], handle, value, values[1]  # a branch without a gradient dies
     seen.settle()
     assert [(r.saved, r.held) for r in seen.rows] == [(True, False), (False, False)]

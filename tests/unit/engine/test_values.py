@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actmem.decisions import Reason
 from actmem.engine.values import KEPT, UNCHECKED, Node, Value, copied, flat, geometry, see, without_bits
 from actmem.torchcompat import below_autograd
 
@@ -139,12 +140,12 @@ def test_flat_of_a_whole_tensor_is_that_tensor() -> None:
 
 def test_a_new_value_is_not_held_and_owes_nothing() -> None:
     x = torch.ones(2)
-    value = Value(weakref.ref(x.untyped_storage()), None, 0, "opaque")
+    value = Value(weakref.ref(x.untyped_storage()), None, 0, Reason.OPAQUE)
     assert value.held is None and value.debts is None and value.version == UNCHECKED and not value.own
     assert value.storage() is x.untyped_storage()
     del x
     assert value.storage() is None  # never a bare pointer: the allocator uses it again
-    assert KEPT == ("save", "offload", "cut")
+    assert KEPT == (Reason.SAVED, Reason.OFFLOADED, Reason.CUT)
 
 
 def test_a_node_that_overwrites_all_does_not_refer_to_the_old_version() -> None:
@@ -165,7 +166,7 @@ def test_a_node_that_overwrites_all_does_not_refer_to_the_old_version() -> None:
 
 def test_a_value_dies_with_the_last_that_can_reach_it() -> None:
     x = torch.ones(2)
-    first = Value(weakref.ref(x.untyped_storage()), None, 0, "external")
+    first = Value(weakref.ref(x.untyped_storage()), None, 0, Reason.EXTERNAL)
     node = Node(aten.sin.default, [None], None, [(0, -1, first, *geometry(x))])
     second = Value(weakref.ref(x.untyped_storage()), node, 0, None)
     gone = weakref.ref(first)
