@@ -1,4 +1,4 @@
-"""Profiles of hypothesis (HYPOTHESIS_PROFILE=many searches longer, and elsewhere each time), and what every test needs."""
+"""Profiles of hypothesis (HYPOTHESIS_PROFILE=many searches longer, and elsewhere each time); what every test needs."""
 
 import gc
 import os

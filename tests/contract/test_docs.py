@@ -116,12 +116,13 @@ def test_every_new_line_of_the_page_about_migrating_can_be_written() -> None:
     lines = {line for line in re.findall(r"`(actmem\.[^`]*\))`", text) if "step" not in line}
     assert len(lines) > 20
     for line in sorted(lines):
-        if re.match(r"actmem\.(apply|verify)", line):
+        given: dict[str, Any] = {"actmem": actmem}
+        if re.search(r"\b(model|batch)\b", line):
             model = ZOO["qwen3"].build()
-            given = {"actmem": actmem, "model": model, "batch": ZOO["qwen3"].batch(model), "mode": Full()}
-            eval(line, given)
-        else:
-            eval(line, {"actmem": actmem})
+            given |= {"model": model, "batch": ZOO["qwen3"].batch(model), "mode": Full()}
+        made = eval(line, given)
+        if hasattr(made, "remove"):
+            made.remove()  # some change a setting of the whole process
 
 
 # ---------------------------------------------------------------- the site
