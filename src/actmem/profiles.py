@@ -1,49 +1,24 @@
-"""What one training step does, as plain data: which values it makes, what needs them, what each operator costs.
-
-NOTE [ The log ]
-A profile is a log of one step in which autograd was given nothing to hold inside the blocks. So each storage dies when
-the program itself lets go of it, and the log is the same whatever a plan decides: what a plan holds, replays and
-offloads comes on top, and `planner.simulate` works it out. Entries, in chronological order:
-
-    ("op", cost, live)             an operator ran; `live` is the bytes alive after it
-    ("call", layer, call, cost, live)   the same, of a block's forward, where the tape records it as its n-th call
-    ("enter", layer)  ("leave", layer)  a block's forward begins, ends
-    ("pack", layer, handle)        autograd saves a value of a block
-    ("unpack", layer, handle, live)     a backward step asks for it
-    ("drop", layer, handle)        nobody has it any more, nor what was unpacked from it
-    ("loose", layer, handle)       autograd let go of it before what was unpacked from it is gone
-    ("done", layer, n)             what the layer's n-th unpack by a Python Function gave is gone
-    ("gone", layer, witness)       in forward: a tensor is gone, and what lies on its storage is not
-    ("die", storage)               the program let go of a storage that a block made or read
-    ("phase", name, live)          "backward" begins, or its "end" is reached; in a step of the user's own loop also
-                                   "optimizer", and "forward" for what goes on after either
-    ("gradients", bytes, live)     in such a step: so many bytes of gradients there are from here on
-"""
+"""What one training step does, as plain data: which values it makes, what needs them, what each operator costs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from actmem.decisions import Reason
 from actmem.errors import PlanError
+from actmem.log_entries import Entry, from_row
 from actmem.shapes import TensorShape, read_shape, shapes_as_text
 
-__all__ = ["COPY", "WITHOUT_LIVE", "Call", "Cost", "Entry", "Layer", "Profile", "Value", "Write", "shifted"]
+__all__ = ["COPY", "Call", "Cost", "Layer", "Profile", "Value", "Write"]
 
 PROFILE_VERSION = 2
 """The version of profiles that this actmem reads and writes."""
 
-Entry = tuple[Any, ...]
-"""One entry of the log. See NOTE [ The log ]."""
-
 COPY = "aten.clone.default"
 """The operator that copies a value before it is overwritten, or for a backward step that may write to it."""
-
-WITHOUT_LIVE = frozenset(("die", "pack", "drop", "loose", "done", "gone"))
-"""Entries that do not end in the bytes alive."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +176,7 @@ class Profile:
     costs: tuple[Cost, ...] = ()
     layers: tuple[Layer, ...] = ()
     log: tuple[Entry, ...] = ()
+    """What happened, in chronological order. See NOTE [ The log ]."""
     storages: Mapping[int, int] = field(default_factory=dict[int, int])
     """Bytes of each storage that a block made or read."""
     version: int = PROFILE_VERSION
@@ -214,7 +190,8 @@ class Profile:
 
     def to_json(self) -> str:
         """Write the profile as JSON."""
-        return json.dumps({**asdict(self), **shapes_as_text(self.shapes, self.calls)}, separators=(",", ":"))
+        document = asdict(replace(self, log=())) | {"log": [entry.row() for entry in self.log]}
+        return json.dumps({**document, **shapes_as_text(self.shapes, self.calls)}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -229,7 +206,7 @@ class Profile:
                 raise PlanError("the profile has another version. Make it again with actmem.profile(...).")
             layers = tuple(_layer(layer) for layer in found.pop("layers"))
             costs = tuple(Cost(**cost) for cost in found.pop("costs"))
-            log = tuple(tuple(entry) for entry in found.pop("log"))
+            log = tuple(from_row(row) for row in found.pop("log"))
             storages = {int(k): v for k, v in found.pop("storages").items()}
             found["blocks"] = tuple(found["blocks"])
             found["shapes"] = tuple(read_shape(text) for text in found["shapes"])
@@ -237,15 +214,6 @@ class Profile:
             return cls(layers=layers, costs=costs, log=log, storages=storages, **found)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PlanError(f"this is not a profile: {error}. Make one with actmem.profile(...).to_json().") from error
-
-
-def shifted(entry: Entry, shift: int) -> Entry:
-    """Return an entry of the log with so many more bytes alive.
-
-    >>> shifted(("op", 3, 100), 20), shifted(("die", 7), 20)
-    (('op', 3, 120), ('die', 7))
-    """
-    return entry if not shift or entry[0] in WITHOUT_LIVE else (*entry[:-1], entry[-1] + shift)
 
 
 def _layer(found: dict[str, Any]) -> Layer:

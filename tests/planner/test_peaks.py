@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import actmem
+from actmem.log_entries import OpRan
 from actmem.units import UNITS, size
 from tests.planner.steps import DEVICE, Training, rows, stack
 
@@ -84,11 +85,12 @@ def test_what_would_lower_it_does_so_to_what_is_said() -> None:
 def test_a_loss_in_chunks_does_not_lower_the_step_of_the_optimizer() -> None:
     training = headed()
     profile = training.profile()
-    step_bytes = int(profile.log[-1][-1])  # the last entry is the step of the optimizer
+    step = profile.log[-1]
+    assert isinstance(step, OpRan)  # of the optimizer
     plan = training.fit("1GiB")
     assert plan.predicted is not None
     (found,) = re.findall(r"no whole logits\): ([\d.]+ \w+)", plan.predicted.peak_words[-1])
-    assert amounts(found)[0] >= step_bytes * 0.99
+    assert amounts(found)[0] >= step.live_bytes * 0.99
 
 
 def test_where_the_optimizer_has_the_peak_neither_batch_nor_plan_is_offered() -> None:

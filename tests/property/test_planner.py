@@ -10,6 +10,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from actmem.decisions import Decision, Reason
+from actmem.log_entries import (
+    CallRan,
+    Dropped,
+    Entered,
+    Entry,
+    Left,
+    OpRan,
+    Packed,
+    PhaseBegan,
+    StorageDied,
+    Unpacked,
+)
 from actmem.planner.block_program import price, tabulate
 from actmem.planner.master_program import Moment, Step
 from actmem.planner.placement import Chain
@@ -29,7 +41,7 @@ class _Program:
 
     def __init__(self, draw: Any) -> None:
         self.draw = draw
-        self.log: list[tuple[Any, ...]] = []
+        self.log: list[Entry] = []
         self.costs = [Cost("aten.other.default", 0, 0, "float32")]
         self.seconds = [1.0]
         self.layers: list[Layer] = []
@@ -41,11 +53,11 @@ class _Program:
         return len(self.sizes) - 1
 
     def die(self, storage: int) -> None:
-        self.log.append(("die", storage))
+        self.log.append(StorageDied(storage))
         self.live -= self.sizes[storage]
 
     def op(self) -> None:
-        self.log.append(("op", 0, self.live))
+        self.log.append(OpRan(0, self.live))
 
     def forward(self, source: int, num_calls: int) -> int:
         draw, nth = self.draw, len(self.layers)
@@ -54,7 +66,7 @@ class _Program:
         calls: list[Call] = []
         handles: list[int] = []
         alive: list[int] = []
-        self.log.append(("enter", nth))
+        self.log.append(Entered(nth, self.live))
         for c in range(num_calls):
             reads = tuple(sorted(draw(st.sets(st.sampled_from([0, *alive]), min_size=1, max_size=2))))
             for r in reads:
@@ -75,7 +87,7 @@ class _Program:
             self.seconds.append(float(draw(st.integers(1, 9))))
             cost = len(self.costs) - 1
             calls.append(Call(f"aten.op{c}.default", "", cost, tuple(makes), refs=reads, shown=reads, never=why))
-            self.log.append(("call", nth, c, len(self.costs) - 1, self.live))
+            self.log.append(CallRan(nth, c, len(self.costs) - 1, self.live))
             for v in makes:
                 self._pack(nth, handles, v)
             for v in [v for v in alive[:-1] if draw(st.booleans())]:
@@ -84,7 +96,7 @@ class _Program:
         out = alive.pop()
         for v in alive:
             self.die(values[v].storage)
-        self.log.append(("leave", nth))
+        self.log.append(Left(nth, self.live))
         self.layers.append(
             Layer(
                 path=f"layers.{nth}",
@@ -102,17 +114,17 @@ class _Program:
 
     def _pack(self, nth: int, handles: list[int], v: int) -> None:
         if self.draw(st.integers(0, 2)) > 0:
-            self.log.append(("pack", nth, len(handles)))
+            self.log.append(Packed(nth, len(handles)))
             handles.append(v)
 
     def backward(self, nth: int, grows: bool) -> None:
         for handle in reversed(range(len(self.layers[nth].handles))):
-            self.log.append(("unpack", nth, handle, self.live))
+            self.log.append(Unpacked(nth, handle, self.live))
             workspace = self.draw(st.sampled_from((0, 50, 300)))
             self.live += workspace
             self.op()
             self.live -= workspace
-            self.log.append(("drop", nth, handle))
+            self.log.append(Dropped(nth, handle))
         if grows:
             self.live += self.draw(st.sampled_from((0, 100, 400)))
             self.op()
@@ -133,7 +145,7 @@ def steps(draw: Any, num_calls: tuple[tuple[int, ...], ...] = ((6,), (7,), (3, 3
         program.die(source)
         source = out
     program.op()
-    program.log.append(("phase", "backward", program.live))
+    program.log.append(PhaseBegan("backward", program.live))
     if draw(st.booleans()):
         program.die(source)
     grows = draw(st.booleans())

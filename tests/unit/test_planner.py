@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from actmem.decisions import Decision
+from actmem.log_entries import OperatorEntry, OpRan
 from actmem.planner.solver import Link, really_kept, smallest_peak, solve
 from actmem.profiles import Profile
 from actmem.profiling.step_profile import profile as make_profile
@@ -129,7 +130,7 @@ def profiled(name: str) -> tuple[Profile, list[float], float]:
     model, batch, loss = (MODELS | MORE_MODELS)[name]()
     profile = make_profile(model, batch, loss=loss)
     seconds = [max(c.flops / 1e12, c.moved_bytes / 2e10) for c in profile.costs]
-    step = sum(seconds[e[1] if e[0] == "op" else e[3]] for e in profile.log if e[0] in ("op", "call"))
+    step = sum(seconds[e.cost] for e in profile.log if isinstance(e, OperatorEntry))
     return profile, seconds, step
 
 
@@ -253,7 +254,7 @@ def test_plans_are_near_the_optimum_where_only_a_replay_needs_the_input_of_a_blo
 
 def test_the_smallest_peak_is_exact_where_it_lies_outside_the_blocks() -> None:
     profile, _, _ = profiled("llama-4")
-    late = dataclasses.replace(profile, log=(*profile.log, ("op", 0, 10**12 + 7)))
+    late = dataclasses.replace(profile, log=(*profile.log, OpRan(0, 10**12 + 7)))
     least, keeps, proven = smallest_peak(late)
     assert (least, proven) == (10**12 + 7, 10**12 + 7)
     assert simulate(late, keeps, exact=True).peak_bytes == least
@@ -298,5 +299,5 @@ def test_waiting_for_copies_is_counted() -> None:
 
     assert stalls(1e15) < 1e-8
     slow = sent / 1e3  # so long takes each way
-    beside = sum(seconds[e[1] if e[0] == "op" else e[3]] for e in profile.log if e[0] in ("op", "call"))
+    beside = sum(seconds[e.cost] for e in profile.log if isinstance(e, OperatorEntry))
     assert 2 * slow - beside <= stalls(1e3) <= 2 * slow

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actmem.decisions import Decision
+from actmem.log_entries import StorageDied
 from actmem.planner.block_program import BlockProgram, Priced, price
 from actmem.planner.highs import Program
 from actmem.planner.problem import BlockProblem, block_problem
@@ -335,7 +336,7 @@ def _safe_unpacks(line: Timeline) -> npt.NDArray[np.bool_]:
     """
     falls = np.zeros(len(line.live), dtype=bool)
     for family in line.families:
-        own = [k for k, e in enumerate(family.events) if e[0] != "die"]
+        own = [k for k, e in enumerate(family.events) if e.kind is not StorageDied]
         for nth in family.layers:
             falls[line.places[nth][own]] = True
     safe = np.zeros(len(line.live), dtype=bool)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from actmem.decisions import Decision
+from actmem.log_entries import Dropped, Packed, StorageDied, Unpacked
 from actmem.simulation import LayerFamily
 
 __all__ = ["BlockProblem", "Item", "Unit", "block_problem"]
@@ -88,17 +89,16 @@ class _Reader:
         self._drop: dict[int, int] = {}
         self._packed: set[int] = set()
         self._death: dict[int, int] = {}
-        for k, (verb, index) in enumerate(family.events):
-            if verb == "die":
-                self._death[self._values[index].storage] = k
-            elif verb in ("pack", "unpack", "drop"):
-                v = family.layer.handles[index]
-                if verb == "unpack":
-                    self._unpack.setdefault(v, k)
-                elif verb == "drop":
-                    self._drop[v] = k
-                else:
-                    self._packed.add(v)
+        handles = family.layer.handles
+        for k, (kind, about) in enumerate(family.events):
+            if kind is StorageDied:
+                self._death[self._values[about].storage] = k
+            elif kind is Packed:
+                self._packed.add(handles[about])
+            elif kind is Unpacked:
+                self._unpack.setdefault(handles[about], k)
+            elif kind is Dropped:
+                self._drop[handles[about]] = k
 
     def read(self) -> BlockProblem:
         reads, makes, needed = self._needed()

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from actmem.log_entries import CallRan, Entry, Left, LiveEntry, OperatorEntry, OpRan, Packed, StorageDied, TensorGone
 from actmem.measuring import (
     ByteLedger,
-    Entry,
     Formula,
     Formulas,
     called_from_python,
@@ -32,6 +32,7 @@ from actmem.measuring import (
     tensors_in,
     watches,
 )
+from actmem.measuring import Entry as LedgerEntry
 from actmem.profiles import Cost
 from actmem.torchcompat import (
     TorchDispatchMode,
@@ -43,16 +44,44 @@ from actmem.torchcompat import (
     resolving_bits,
 )
 
-__all__ = ["Chronicle", "settled"]
+__all__ = ["BackwardBegan", "BackwardEnded", "Chronicle", "TensorDied", "settled"]
 
 _ASKS_DEVICE: Any = torch.ops.prim.device.default
 """What `tensor.device` is on a fake tensor."""
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class TensorDied(Entry):
+    """In forward: a tensor is gone. `settled` leaves those whose storage lives on."""
+
+    layer: int
+    index: int
+    storage: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BackwardBegan(LiveEntry):
+    """The gradient of a block's output is complete. `expand` needs to know, and leaves it out."""
+
+    layer: int
+    live_bytes: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BackwardEnded(LiveEntry):
+    """The gradient of a block's input is complete. `expand` needs to know, and leaves it out."""
+
+    layer: int
+    live_bytes: int
+
+
 class _Ledger(ByteLedger):
     """A ledger that numbers the storages it meets, and reports when one of them dies."""
 
-    def __init__(self, device: torch.device, log: list[tuple[Any, ...]]) -> None:
+    def __init__(self, device: torch.device, log: list[Entry]) -> None:
         super().__init__(device)
         self._log = log
         self._watched: dict[int, int] = {}
@@ -71,15 +100,15 @@ class _Ledger(ByteLedger):
             self.sizes[found] = 0 if entry.external else entry.nbytes
         return found
 
-    def _died(self, entry: Entry) -> None:
+    def _died(self, entry: LedgerEntry) -> None:
         super()._died(entry)
         number = self._watched.pop(entry.key, None)
         if number is not None:
-            self._log.append(("die", number))
+            self._log.append(StorageDied(number))
 
 
 class Chronicle(TorchDispatchMode):
-    """Keeps the log of a step. See NOTE [ The log ] in `profiles.py`."""
+    """Keeps the log of a step. See NOTE [ The log ] in `log_entries.py`."""
 
     only_watches = True
     """See NOTE [ in place unless watched ]."""
@@ -99,7 +128,7 @@ class Chronicle(TorchDispatchMode):
             least_seconds: where to record how long operators take, if they are timed.
         """
         super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch leaves it untyped
-        self.log: list[tuple[Any, ...]] = []
+        self.log: list[Entry] = []
         self.ledger = _Ledger(device, self.log)
         self._numbers: dict[tuple[Cost, Hashable], int] = {}
         """What makes calls alike -> the number of their cost."""
@@ -135,7 +164,12 @@ class Chronicle(TorchDispatchMode):
         """Return whether an operator of the step has read a parameter."""
         return any(id(storage) in self._read for storage in storages_of(parameter))
 
-    def note(self, *entry: Any) -> None:
+    @property
+    def live_bytes(self) -> int:
+        """The bytes that the program keeps alive now."""
+        return self.ledger.main.live_bytes
+
+    def note(self, entry: Entry) -> None:
         """Add an entry."""
         self.log.append(entry)
 
@@ -145,12 +179,12 @@ class Chronicle(TorchDispatchMode):
         An operator that writes is announced before it runs: then `tell` gets its cost when it has run.
         """
         at = len(self.log) - 1
-        while at >= 0 and self.log[at][0] not in ("op", "call"):  # deaths may follow it
+        while at >= 0 and not isinstance(self.log[at], OperatorEntry):  # deaths may follow it
             at -= 1
-        if at >= 0 and self.log[at][0] == "op" and self._names[self.log[at][1]] == op:
-            _, cost, live = self.log[at]
-            self.log[at] = ("call", *call, cost, live)
-            return cost
+        last = self.log[at] if at >= 0 else None
+        if isinstance(last, OpRan) and self._names[last.cost] == op:
+            self.log[at] = CallRan(*call, last.cost, last.live_bytes)
+            return last.cost
         self._claim = (op, call, tell)
         return -1
 
@@ -211,9 +245,9 @@ class Chronicle(TorchDispatchMode):
         claim, self._claim = self._claim, None
         if claim is not None and claim[0] == name:
             claim[2](claim[1][1], number)
-            self.log.append(("call", *claim[1], number, ledger.main.live_bytes))
+            self.log.append(CallRan(*claim[1], number, ledger.main.live_bytes))
         else:
-            self.log.append(("op", number, ledger.main.live_bytes))
+            self.log.append(OpRan(number, ledger.main.live_bytes))
         return result
 
     def _now(self) -> float:
@@ -245,23 +279,23 @@ def _lie(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return tuple((t.shape, t.stride() if t.layout is torch.strided else None) for t in tensors_in((args, kwargs)))
 
 
-def settled(log: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def settled(log: list[Entry]) -> list[Entry]:
     """Drop the deaths of tensors whose storage died with them.
 
-    >>> settled([("gone", 0, 1, 7), ("die", 7), ("gone", 0, 2, 8), ("op", 0, 10)])
-    [('die', 7), ('gone', 0, 2), ('op', 0, 10)]
+    >>> settled([TensorDied(0, 1, 7), StorageDied(7), TensorDied(0, 2, 8), StorageDied(9)])
+    [StorageDied(storage=7), TensorGone(layer=0, index=2), StorageDied(storage=9)]
     """
-    found: list[tuple[Any, ...]] = []
+    found: list[Entry] = []
     dead: set[int] = set()
     for entry in reversed(log):
-        if entry[0] == "die":
-            dead.add(entry[1])
-        elif entry[0] in ("op", "call", "pack", "leave"):
+        if isinstance(entry, StorageDied):
+            dead.add(entry.storage)
+        elif isinstance(entry, (OperatorEntry, Packed, Left)):
             dead.clear()
-        if entry[0] != "gone":
+        if not isinstance(entry, TensorDied):
             found.append(entry)
-        elif entry[3] not in dead:
-            found.append(entry[:3])
+        elif entry.storage not in dead:
+            found.append(TensorGone(entry.layer, entry.index))
     found.reverse()
     return found
 

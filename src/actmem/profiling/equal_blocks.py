@@ -31,15 +31,15 @@ import torch
 from torch import Tensor, nn
 
 from actmem.engine import has_bytes, put_together, take_apart
+from actmem.log_entries import Entered, Entry, LayerEntry, Left, StorageDied, Unpacked
 from actmem.measuring import storages_of
-from actmem.profiles import Entry, Layer, shifted
-from actmem.profiling.chronicle import Chronicle
+from actmem.profiles import Layer
+from actmem.profiling.chronicle import BackwardBegan, BackwardEnded, Chronicle
 from actmem.profiling.reads import Reads
 from actmem.torchcompat import without_dispatch_modes
 
 __all__ = ["Skipped", "Template", "expand", "identity", "numbers_of", "signature", "skip"]
 
-_OF_A_LAYER = frozenset(("call", "pack", "unpack", "drop", "loose", "done", "gone"))
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -284,8 +284,8 @@ def expand(
     if any(s.gradients != s.template.gradients for s in skipped):
         return None
     try:
-        forward = {s.template.layer: _slice(log, "enter", "leave", s.template.layer) for s in skipped}
-        backward = {s.template.layer: _slice(log, "back", "end", s.template.layer) for s in skipped}
+        forward = {s.template.layer: _Part(log, Entered, Left, s.template.layer) for s in skipped}
+        backward = {s.template.layer: _Part(log, BackwardBegan, BackwardEnded, s.template.layer) for s in skipped}
     except _NotAlikeError:
         return None
     waiting = {s.layer: s for s in skipped}
@@ -295,49 +295,79 @@ def expand(
     renamed: dict[int, dict[int, int]] = {}
     inside = -1
     for entry in log:
-        verb = entry[0]
-        if inside >= 0 and not (verb in ("leave", "end") and entry[1] == inside):
-            if verb != "die":
+        if inside >= 0 and not (isinstance(entry, (Left, BackwardEnded)) and entry.layer == inside):
+            if not isinstance(entry, StorageDied):
                 return None  # something ran where nothing should have
             done.append(entry)
             continue
-        if verb == "enter" and entry[1] in waiting:
-            s = waiting[entry[1]]
-            every[s.layer], renamed[s.layer] = _renamed(layers[s.template.layer], s, sizes)
-            part = forward[s.template.layer]
-            done.append(("enter", s.layer, entry[2] + shift))
-            done += _moved(part[1:-1], s, renamed[s.layer], entry[2] + shift - part[0][2])
-            inside = s.layer
-        elif verb == "leave" and entry[1] in waiting:
-            inside = -1
-            done.append(("leave", entry[1], entry[2] + shift))
-        elif verb == "back" and entry[1] in waiting:
-            s = waiting[entry[1]]
-            part = backward[s.template.layer]
-            done += _moved(part[1:-1], s, renamed[s.layer], entry[2] + shift - part[0][2])
-            shift += part[-1][2] - part[0][2] + entry[2]
-            inside = s.layer
-        elif verb == "end" and entry[1] in waiting:
-            inside = -1
-            shift -= entry[2]
-        elif verb not in ("back", "end"):
-            done.append(shifted(entry, shift))
+        match entry:
+            case Entered(layer, live_bytes) if layer in waiting:
+                s = waiting[layer]
+                every[layer], renamed[layer] = _renamed(layers[s.template.layer], s, sizes)
+                part = forward[s.template.layer]
+                done.append(entry.shifted(shift))
+                done += part.moved(layer, renamed[layer], live_bytes + shift)
+                inside = layer
+            case Left(layer) if layer in waiting:
+                inside = -1
+                done.append(entry.shifted(shift))
+            case BackwardBegan(layer, live_bytes) if layer in waiting:
+                part = backward[waiting[layer].template.layer]
+                done += part.moved(layer, renamed[layer], live_bytes + shift)
+                shift += part.added_bytes + live_bytes
+                inside = layer
+            case BackwardEnded(layer, live_bytes) if layer in waiting:
+                inside = -1
+                shift -= live_bytes
+            case BackwardBegan() | BackwardEnded():
+                pass
+            case _:
+                done.append(entry.shifted(shift))
     return done, every
 
 
-def _slice(log: list[Entry], first: str, last: str, layer: int) -> list[Entry]:
-    begin = next((i for i, e in enumerate(log) if e[0] == first and e[1] == layer), None)
-    end = next((i for i, e in enumerate(log) if e[0] == last and e[1] == layer), None)
-    if begin is None or end is None or end < begin:
-        raise _NotAlikeError
-    part = log[begin : end + 1]
-    if any(e[0] in _OF_A_LAYER and e[1] != layer for e in part):
-        raise _NotAlikeError
-    if first == "back":  # nothing of this layer may be needed elsewhere
-        outside = (*log[:begin], *log[end + 1 :])
-        if any(e[0] == "unpack" and e[1] == layer for e in outside):
+class _Part:
+    """What a template did between two entries of the log."""
+
+    def __init__(
+        self,
+        log: list[Entry],
+        first: type[Entered | BackwardBegan],
+        last: type[Left | BackwardEnded],
+        layer: int,
+    ) -> None:
+        opening = next(((i, e) for i, e in enumerate(log) if isinstance(e, first) and e.layer == layer), None)
+        closing = next(((i, e) for i, e in enumerate(log) if isinstance(e, last) and e.layer == layer), None)
+        if opening is None or closing is None or closing[0] < opening[0]:
             raise _NotAlikeError
-    return part
+        (begin, opened), (end, closed) = opening, closing
+        self._entries = log[begin + 1 : end]
+        if any(isinstance(e, LayerEntry) and e.layer != layer for e in self._entries):
+            raise _NotAlikeError
+        if first is BackwardBegan:  # nothing of this layer may be needed elsewhere
+            outside = (*log[:begin], *log[end + 1 :])
+            if any(isinstance(e, Unpacked) and e.layer == layer for e in outside):
+                raise _NotAlikeError
+        self._live_bytes = opened.live_bytes
+        self.added_bytes = closed.live_bytes - opened.live_bytes
+        """How many more bytes are alive when it is over."""
+
+    def moved(self, layer: int, names: dict[int, int], live_bytes: int) -> Iterator[Entry]:
+        """Yield what another layer would do.
+
+        Args:
+            layer: number of its call.
+            names: the template's storages -> its own.
+            live_bytes: what is alive when it begins.
+        """
+        shift = live_bytes - self._live_bytes
+        for entry in self._entries:
+            if isinstance(entry, StorageDied):
+                yield StorageDied(names.get(entry.storage, entry.storage))
+            elif isinstance(entry, LayerEntry):
+                yield entry.of_layer(layer).shifted(shift)
+            elif not isinstance(entry, (BackwardBegan, BackwardEnded)):
+                yield entry.shifted(shift)
 
 
 def _renamed(layer: Layer, s: Skipped, sizes: dict[int, int]) -> tuple[Layer, dict[int, int]]:
@@ -355,16 +385,3 @@ def _renamed(layer: Layer, s: Skipped, sizes: dict[int, int]) -> tuple[Layer, di
         for c in layer.calls
     )
     return replace(layer, values=values, calls=calls), names
-
-
-def _moved(part: list[Entry], s: Skipped, names: dict[int, int], shift: int) -> list[Entry]:
-    moved: list[Entry] = []
-    for entry in part:
-        verb = entry[0]
-        if verb == "die":
-            moved.append(("die", names.get(entry[1], entry[1])))
-        elif verb in _OF_A_LAYER:
-            moved.append(shifted((verb, s.layer, *entry[2:]), shift))
-        elif verb not in ("back", "end"):
-            moved.append(shifted(entry, shift))
-    return moved

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from actmem.errors import ActmemError, UnsupportedError
+from actmem.log_entries import Entered, Entry, GradientsCounted, PhaseBegan
 from actmem.measuring import NO_TASK, current_task, tensors_in, watches
 from actmem.profiles import Profile
 from actmem.profiling.chronicle import Chronicle
@@ -150,7 +151,7 @@ class _Loop:
             calls=tuple(self._calls),
             is_step=True,
             optimizer=" and ".join(self._names) or "none",
-            gradients_bytes=max((e[1] for e in chronicle.log if e[0] == "gradients"), default=0),
+            gradients_bytes=max((e.num_bytes for e in chronicle.log if isinstance(e, GradientsCounted)), default=0),
         )
         chronicle.close()
         assert seen is not None
@@ -238,18 +239,18 @@ class _Phased(Chronicle):
         """Release what the step holds."""
         self._holdings = lambda: iter(())
 
-    def note(self, *entry: Any) -> None:
+    def note(self, entry: Entry) -> None:
         """Add an entry; before a block or a phase, also the current bytes of gradients, if they changed."""
-        if entry[0] in ("enter", "phase"):
+        if isinstance(entry, (Entered, PhaseBegan)):
             unique = {id(t): t.nbytes for t, role in self._holdings() if role == "gradients"}
             now = sum(unique.values())
             if now != self._gradients:
                 self._gradients = now
-                super().note("gradients", now, self.ledger.main.live_bytes)
-        super().note(*entry)
+                super().note(GradientsCounted(now, self.live_bytes))
+        super().note(entry)
 
     def _note_phase(self, name: str) -> None:
-        self.note("phase", name, self.ledger.main.live_bytes)
+        self.note(PhaseBegan(name, self.live_bytes))
 
     def optimizer_begins(self, *, has_closure: bool) -> None:
         """Note that an optimizer steps, unless it does so in a backward pass, or runs one itself."""

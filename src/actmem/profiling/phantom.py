@@ -35,8 +35,9 @@ from actmem.engine import (
 )
 from actmem.engine import Value as TapeValue
 from actmem.errors import UnsupportedError
+from actmem.log_entries import Dropped, GivenGone, Loosened, Packed, Unpacked
 from actmem.profiles import Call, Value, Write
-from actmem.profiling.chronicle import Chronicle
+from actmem.profiling.chronicle import Chronicle, TensorDied
 from actmem.torchcompat import FakeTensor, is_traceable_wrapper_subclass, never_compile, num_bytes, storage_key
 
 __all__ = ["Recorded", "record"]
@@ -205,7 +206,7 @@ class Recorded(Observation):
 
         def gone(_: Any) -> None:
             if self._open:
-                self._chronicle.note("gone", self.layer, number, storage)
+                self._chronicle.note(TensorDied(self.layer, number, storage))
 
         self._witnesses[id(tensor)] = number, weakref.ref(tensor, gone)
         return number
@@ -324,14 +325,14 @@ class _Phantom:
 
     def _let_go(self) -> None:
         self._is_held = False
-        self.chronicle.note("loose" if self._num_given else "drop", self.layer, self.index)
+        self.chronicle.note((Loosened if self._num_given else Dropped)(self.layer, self.index))
 
     def _gone(self, number: int) -> None:
         self._num_given -= 1
         if number >= 0:
-            self.chronicle.note("done", self.layer, number)
+            self.chronicle.note(GivenGone(self.layer, number))
         if not self._num_given and not self._is_held:
-            self.chronicle.note("drop", self.layer, self.index)
+            self.chronicle.note(Dropped(self.layer, self.index))
 
 
 class PhantomTape(Tape):
@@ -400,7 +401,7 @@ class PhantomTape(Tape):
         handle.phantom = _Phantom(self._recorded, index, self._chronicle)
         handle.phantom.watch(handle)
         self._recorded.saved(value, handle)
-        self._chronicle.note("pack", self._recorded.layer, index)
+        self._chronicle.note(Packed(self._recorded.layer, index))
         if not tensor.requires_grad:
             self._recent.append(handle)
         if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
@@ -435,7 +436,7 @@ class _Handle(Handle):
 @never_compile
 def _unpack(handle: Any) -> Tensor:
     phantom = handle.phantom
-    phantom.chronicle.note("unpack", phantom.layer, phantom.index, phantom.chronicle.ledger.main.live_bytes)
+    phantom.chronicle.note(Unpacked(phantom.layer, phantom.index, phantom.chronicle.live_bytes))
     if handle.leaf is not None:
         phantom.give(None)
         return handle.leaf

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from actmem.engine import storages_of, tensors
 from actmem.errors import UnsupportedError
+from actmem.log_entries import Entered, Left, PhaseBegan, StorageDied
 from actmem.profiles import COPY, Call, Cost, Layer, Profile, Value
-from actmem.profiling.chronicle import Chronicle, settled
+from actmem.profiling.chronicle import BackwardBegan, BackwardEnded, Chronicle, settled
 from actmem.profiling.complaints import for_real
 from actmem.profiling.equal_blocks import Skipped, Template, expand, numbers_of, signature, skip
 from actmem.profiling.examples import loss_of
@@ -110,9 +111,9 @@ class Session:
             with self._watching():
                 out: Any = self._model(**example) if isinstance(example, dict) else self._model(*example)
                 value = loss_of(out, loss)
-                self._note("phase", "backward")
+                self._chronicle.note(PhaseBegan("backward", self._chronicle.live_bytes))
                 value.backward()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
-                self._note("phase", "end")
+                self._chronicle.note(PhaseBegan("end", self._chronicle.live_bytes))
                 del out, value
             inside = {id(p) for block in self._found for p in block.module.parameters()}
             self.unused = frozenset(
@@ -170,17 +171,14 @@ class Session:
         """Whether a block was not run, or could not be."""
         return bool(self._skipped) or any(len(queue) > 1 for queue in self._queues.values())
 
-    def _note(self, *entry: Any) -> None:
-        self._chronicle.note(*entry, self._chronicle.ledger.main.live_bytes)
-
-    def mark(self, verb: str, layer: int) -> None:
+    def mark(self, kind: type[BackwardBegan | BackwardEnded], layer: int) -> None:
         """Note that the gradient of a block's output, or of its input, is complete.
 
         One tensor may be both, and then the block that received it ends before the block that returned it begins.
         """
-        self._note(verb, layer)
+        self._chronicle.note(kind(layer, self._chronicle.live_bytes))
         log = self._chronicle.log
-        if verb == "end" and len(log) > 1 and log[-2][0] == "back":
+        if kind is BackwardEnded and len(log) > 1 and isinstance(log[-2], BackwardBegan):
             log[-2:] = log[-1], log[-2]
 
     def _uncopied_bytes(self) -> int:
@@ -207,7 +205,7 @@ class Session:
             if again:
                 self._call_again(block)
             template = None if key is None or again else self._template(block, key, args, kwargs)
-            self._note("enter", layer)
+            self._chronicle.note(Entered(layer, self._chronicle.live_bytes))
             if template is not None:
                 out, skipped = skip(layer, template, args, kwargs, self._chronicle)
                 self._skipped.append(skipped)
@@ -223,7 +221,7 @@ class Session:
                     out = self._run_block(block, plain, layer, args, kwargs)
                 reads.close()
                 made = {v.storage for v in self._calls[layer][1] if v.kind == "made"}
-                dead = {e[1] for e in self._chronicle.log[begin:] if e[0] == "die"}
+                dead = {e.storage for e in self._chronicle.log[begin:] if isinstance(e, StorageDied)}
                 self._templates.setdefault(key, []).append(
                     Template(
                         layer,
@@ -237,12 +235,12 @@ class Session:
                         chronicle=self._chronicle,
                     )
                 )
-            self._note("leave", layer)
+            self._chronicle.note(Left(layer, self._chronicle.live_bytes))
             if key is not None and given is not None:
                 first = next((t for t in tensors(out) if t.requires_grad), None)
                 if first is not None:
-                    for tensor, verb in ((first, "back"), (given, "end")):
-                        tensor.register_hook(_Marker(self, verb, layer))  # pyright: ignore[reportUnknownMemberType]
+                    for tensor, kind in ((first, BackwardBegan), (given, BackwardEnded)):
+                        tensor.register_hook(_Marker(self, kind, layer))  # pyright: ignore[reportUnknownMemberType]
             return out
 
         vars(module)["forward"] = forward
@@ -361,8 +359,8 @@ def _alike(calls: tuple[Call, ...], values: tuple[Value, ...]) -> Any:
 class _Marker:
     """Logs that a gradient is complete."""
 
-    def __init__(self, step: Session, verb: str, layer: int) -> None:
-        self._step, self._verb, self._layer = step, verb, layer
+    def __init__(self, step: Session, kind: type[BackwardBegan | BackwardEnded], layer: int) -> None:
+        self._step, self._kind, self._layer = step, kind, layer
 
     def __call__(self, _: Tensor) -> None:
-        self._step.mark(self._verb, self._layer)
+        self._step.mark(self._kind, self._layer)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actmem.profiles import Cost, Entry, Profile, shifted
+from actmem.log_entries import Dropped, Entry, OpRan, PhaseBegan, Unpacked
+from actmem.profiles import Cost, Profile
 
 __all__ = ["STEP", "sharded", "with_optimizer", "without_gradients"]
 
@@ -27,11 +28,11 @@ def with_optimizer(profile: Profile, name: str, state_bytes: int, transient_byte
     >>> with_optimizer(Profile(base_bytes=10), "adamw", 20, 5).base_bytes
     30
     """
-    log = [shifted(entry, state_bytes) for entry in profile.log]
+    log = [entry.shifted(state_bytes) for entry in profile.log]
     costs = profile.costs
     if name != "none" and log:
-        end = next(e[2] for e in reversed(log) if e[0] == "phase" and e[1] == "end")
-        log.append(("op", len(costs), end + transient_bytes))
+        end = next(e for e in reversed(log) if isinstance(e, PhaseBegan) and e.name == "end")
+        log.append(OpRan(len(costs), end.live_bytes + transient_bytes))
         costs = (*costs, Cost(STEP, 0, 0, ""))
     return replace(
         profile,
@@ -55,7 +56,7 @@ def without_gradients(profile: Profile, num_bytes: int) -> Profile:
         profile,
         base_bytes=profile.base_bytes - num_bytes,
         gradients_bytes=profile.gradients_bytes - num_bytes,
-        log=tuple(shifted(entry, -num_bytes) for entry in profile.log),
+        log=tuple(entry.shifted(-num_bytes) for entry in profile.log),
     )
 
 
@@ -76,17 +77,17 @@ def sharded(profile: Profile, num_ranks: int) -> Profile:
     held += profile.gradients_bytes if profile.microbatches > 1 else 0
     static = -(held - held // num_ranks)
     gathered = outside + 2 * largest
-    last: dict[int, int] = {e[1]: at for at, e in enumerate(profile.log) if e[0] in ("unpack", "drop")}
+    last = {e.layer: at for at, e in enumerate(profile.log) if isinstance(e, (Unpacked, Dropped))}
     done = {at: profile.layers[layer].gradients_bytes for layer, at in last.items()}
     log: list[Entry] = []
     scattered, backward, ended = 0, False, False
     for at, entry in enumerate(profile.log):
-        if entry[0] == "phase":
-            backward, ended = entry[1] == "backward", entry[1] == "end"
+        if isinstance(entry, PhaseBegan):
+            backward, ended = entry.name == "backward", entry.name == "end"
             if ended and profile.microbatches == 1:
                 scattered = -(profile.gradients_bytes - profile.gradients_bytes // num_ranks)
         buffers = 0 if ended else gathered + (largest_gradients if backward else 0)
-        log.append(shifted(entry, static + buffers + scattered))
+        log.append(entry.shifted(static + buffers + scattered))
         if at in done and profile.microbatches == 1:
             scattered -= done[at] - done[at] // num_ranks
     return replace(profile, shard=num_ranks, base_bytes=profile.base_bytes + static, log=tuple(log))

@@ -1,7 +1,7 @@
 """What a step would take under a plan: bytes and seconds, from a profile and without running anything.
 
 - `tape_emulator.py` holds what a tape would hold, by the tape's own rules; `room.py` counts the bytes, `flight.py`
-  those that are in flight; `simulator.py` walks the log of a profile with them.
+  those that are in flight; `simulator.py` walks the log of a profile with them, for all questions about a plan.
 - `plan_effect.py` resolves a plan for every operator of a profile and says what its step takes; `step_cost.py` says for
   which device, and how long. `predictor.py` puts both together.
 - `step_walk.py` and `peaks.py` divide the bytes of each moment by what they are for.

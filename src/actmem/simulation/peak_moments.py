@@ -20,22 +20,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from actmem.decisions import Decision
+from actmem.log_entries import CallRan, Dropped, LayerEntry, Left, OpRan, Packed, StorageDied, Unpacked
 from actmem.profiles import Layer, Profile
 from actmem.simulation.room import Room
+from actmem.simulation.simulator import ON_TAPE
 from actmem.simulation.tape_emulator import Emulated
 
-__all__ = ["Effect", "LayerFamily", "Timeline"]
+__all__ = ["Effect", "Event", "LayerFamily", "Timeline"]
 
 Ints = npt.NDArray[np.int64]
 NEVER = -(2**62)
 """Fewer bytes than any moment has: nothing was sampled there."""
-_OF_A_LAYER = frozenset(("call", "pack", "unpack", "drop", "loose", "done", "gone", "leave"))
+
+
+class Uncovered:
+    """From here on no other layer is sure to hold a value that this one made."""
+
+
+class Event(NamedTuple):
+    """What happens to a layer."""
+
+    kind: type[LayerEntry | Left | StorageDied | Uncovered]
+    """The class of an entry of the log, or `Uncovered`."""
+    about: int
+    """A call, a handle or a value of the layer."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +60,8 @@ class LayerFamily:
     """Indices of the layers."""
     layer: Layer
     """The first of them."""
-    events: tuple[tuple[str, int], ...]
-    """What happens to such a layer: a verb, and the call, handle or value that it is about. In addition to those of the
-    log there is "uncover": from here on no other layer is sure to hold a value that this one made."""
+    events: tuple[Event, ...]
+    """What happens to such a layer."""
     seconds: tuple[float, ...]
     """What each call takes."""
     outside: frozenset[int]
@@ -141,38 +154,36 @@ class Timeline:
                     having.setdefault(storage, []).append(nth)
         self._having = having
         owned: list[list[int]] = [[] for _ in self.profile.layers]
-        events: list[list[tuple[str, int]]] = [[] for _ in self.profile.layers]
+        events: list[list[Event]] = [[] for _ in self.profile.layers]
         tops: list[int] = []
         asked: list[int] = []
         entries: list[int] = []
-        names: dict[tuple[str, int], tuple[str, int]] = {}  # one object for equal events of all layers
+        known: dict[Event, Event] = {}  # one object for equal events of all layers
         self._death: dict[int, int] = {}
         top = -1
         for at, entry in enumerate(self.profile.log):
-            verb = entry[0]
-            if verb == "op":
-                top = max(top, entry[-1])
+            if isinstance(entry, OpRan):
+                top = max(top, entry.live_bytes)
                 continue
-            if verb == "die":
-                layers = having.get(entry[1])
+            if isinstance(entry, StorageDied):
+                layers = having.get(entry.storage)
                 if layers is None:
                     continue
-                self._death[entry[1]] = len(entries)
+                self._death[entry.storage] = len(entries)
                 for nth in layers:
                     owned[nth].append(len(entries))
-                    event = verb, self._first_value[nth][entry[1]]
-                    events[nth].append(names.setdefault(event, event))
-            elif verb in _OF_A_LAYER:
-                of: int = entry[1]
-                owned[of].append(len(entries))
-                event = verb, 0 if verb == "leave" else entry[2]
-                events[of].append(names.setdefault(event, event))
+                    event = Event(StorageDied, self._first_value[nth][entry.storage])
+                    events[nth].append(known.setdefault(event, event))
+            elif isinstance(entry, (LayerEntry, Left)):
+                owned[entry.layer].append(len(entries))
+                event = Event(type(entry), 0 if isinstance(entry, Left) else entry.index)
+                events[entry.layer].append(known.setdefault(event, event))
             else:
                 continue
             tops.append(top)
             entries.append(at)
-            asked.append(entry[3] if verb == "unpack" else NEVER)
-            top = entry[4] if verb == "call" else NEVER
+            asked.append(entry.live_bytes if isinstance(entry, Unpacked) else NEVER)
+            top = entry.live_bytes if isinstance(entry, CallRan) else NEVER
         self.base_peak_bytes, *live = [*tops, top]
         """The peak before the first event."""
         self.live: Ints = np.array(live, dtype=np.int64)
@@ -195,11 +206,11 @@ class Timeline:
                 handle: layer.values[v] for handle, v in enumerate(layer.handles) if layer.values[v].kind != "made"
             }
             sure = {h: v.storage for h, v in values.items() if v.storage in self._sizes and v.overwritten < 0}
-            for k, (verb, index) in enumerate(self._events[nth]):
-                if verb == "pack" and index in sure:
-                    opened[index] = int(self.places[nth][k])
-                elif verb == "drop" and index in sure:
-                    closed[index] = int(self.places[nth][k])
+            for k, (kind, handle) in enumerate(self._events[nth]):
+                if kind is Packed and handle in sure:
+                    opened[handle] = int(self.places[nth][k])
+                elif kind is Dropped and handle in sure:
+                    closed[handle] = int(self.places[nth][k])
             for handle, begin in opened.items():
                 outside.add(sure[handle])
                 interval = begin, closed.get(handle, len(self.live))
@@ -229,11 +240,13 @@ class Timeline:
                         ends.setdefault(nth, []).append((end, self._first_value[nth][storage]))
                     break
         for nth, found in ends.items():
-            events = [(int(j), *e) for j, e in zip(self.places[nth], self._events[nth], strict=True)]
-            events += [(end, "uncover", v) for end, v in found if end < len(self.live) and end not in self.places[nth]]
-            events.sort(key=lambda e: e[0])
-            self.places[nth] = np.array([e[0] for e in events], dtype=np.int64)
-            self._events[nth] = [(e[1], e[2]) for e in events]
+            events = [(int(place), event) for place, event in zip(self.places[nth], self._events[nth], strict=True)]
+            events += [
+                (end, Event(Uncovered, v)) for end, v in found if end < len(self.live) and end not in self.places[nth]
+            ]
+            events.sort(key=lambda placed: placed[0])
+            self.places[nth] = np.array([place for place, _ in events], dtype=np.int64)
+            self._events[nth] = [event for _, event in events]
 
     def _find_families(self) -> None:
         found: dict[Any, list[int]] = {}
@@ -252,7 +265,7 @@ class Timeline:
         self.family_of = [0] * len(self.profile.layers)
         for key, layers in found.items():
             events, outside, owned, seconds = facts[key]
-            verbs = [e[0] for e in events]
+            kinds = [event.kind for event in events]
             for nth in layers:
                 self.family_of[nth] = len(self.families)
             self.families.append(
@@ -263,8 +276,8 @@ class Timeline:
                     seconds=seconds,
                     outside=outside,
                     owned=owned,
-                    leave=verbs.index("leave"),
-                    first_unpack=verbs.index("unpack") if "unpack" in verbs else len(verbs),
+                    leave=kinds.index(Left),
+                    first_unpack=kinds.index(Unpacked) if Unpacked in kinds else len(kinds),
                 )
             )
 
@@ -308,27 +321,17 @@ class Timeline:
                 burst[ledger.now] = max(burst[ledger.now], above)
             crest[ledger.now] = max(crest[ledger.now], ledger.extra_bytes + born + credit.bytes(ledger.now))
 
-        for k, (verb, index) in enumerate(family.events):
+        for k, (kind, about) in enumerate(family.events):
             ledger.now, before, seen[0] = k, ledger.extra_bytes, len(ledger.holds)
-            if verb == "call":
-                tape.call(index)
-            elif verb == "pack":
-                tape.pack(index)
-            elif verb == "die":
-                ledger.die(layer.values[index].storage)
-            elif verb == "leave":
+            if kind in ON_TAPE:
+                ON_TAPE[kind](tape, about)
+            elif kind is StorageDied:
+                ledger.die(layer.values[about].storage)
+            elif kind is Left:
                 tape.leave()
                 held = tuple(v for v, is_held in enumerate(tape.held) if is_held)
-            elif verb == "unpack":
-                tape.unpack(index, sample)
-            elif verb == "drop":
-                tape.drop(index)
-            elif verb == "loose":
-                tape.loosen(index)
-            elif verb == "done":
-                tape.done(index)
-            elif verb == "gone":
-                tape.lose(index)
+            elif kind is Unpacked:
+                tape.unpack(about, sample)
             delta[k] = ledger.extra_bytes - before
             level[k] = ledger.extra_bytes + credit.bytes(k)
         costs = self.profile.costs

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from actmem.decisions import Decision
+from actmem.log_entries import Left, PhaseBegan, Unpacked
 from actmem.modes import Full
 from actmem.plan import Plan
 from actmem.profiles import Layer, Profile, Value
@@ -169,11 +170,11 @@ def _without_loss(p: Profile, timeline: tuple[tuple[int, int], ...]) -> int:
     in_loss: set[int] = set()
     left, backward = -1, -1
     for at, entry in enumerate(p.log):
-        if entry[0] == "leave":
+        if isinstance(entry, Left):
             left = at
-        elif entry[0] == "phase" and entry[1] == "backward":
+        elif isinstance(entry, PhaseBegan) and entry.name == "backward":
             backward = at
-        elif entry[0] == "unpack" and backward >= 0:
+        elif isinstance(entry, Unpacked) and backward >= 0:
             in_loss.update(range(left + 1 if left >= 0 else backward, at))
             backward = -1
     return max((live for at, live in timeline if at not in in_loss), default=0)

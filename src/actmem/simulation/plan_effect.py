@@ -18,34 +18,39 @@ from actmem.profiles import Layer, Profile
 from actmem.simulation.flight import InFlight
 from actmem.simulation.simulator import Simulated, simulate
 
-__all__ = ["decisions", "follow", "in_flight", "inputs_sent", "verdicts_of"]
+__all__ = ["decisions", "follow"]
 
 
 def follow(
-    profile: Profile, plan: Plan, *, timeline: bool = False, keeps: Sequence[Sequence[Decision]] | None = None
+    profile: Profile,
+    plan: Plan,
+    *,
+    timeline: bool = False,
+    on_top: bool = False,
+    keeps: Sequence[Sequence[Decision]] | None = None,
 ) -> Simulated:
     """Simulate a step from the third on, when the smallest cuts are known. `keeps` is what the rules say, if known."""
     keeps = decisions(profile, plan) if keeps is None else keeps
-    options: dict[str, Any] = {"exact": plan.exact}
+    options: dict[str, Any] = {"exact": plan.exact, "timeline": timeline, "on_top": on_top}
     if plan.offload is not None:
         options |= {
-            "inputs_sent": inputs_sent(profile, plan),
+            "inputs_sent": _inputs_sent(profile, plan),
             "min_offload_bytes": plan.offload.min_bytes,
             "in_flight": InFlight(0),
         }
-    said = verdicts_of(profile, plan)
+    said = _verdicts_of(profile, plan)
     options["plain"] = [verdicts is None or verdicts.keeps_everything for verdicts in said]
-    first = simulate(profile, keeps, timeline=timeline, **options)
-    options |= {"in_flight": in_flight(plan, first)}
+    first = simulate(profile, keeps, **options)
+    options |= {"in_flight": _in_flight(plan, first)}
     if plan.exact:
-        return first if not first.sent_bytes else simulate(profile, keeps, timeline=timeline, **options)
+        return first if not first.sent_bytes else simulate(profile, keeps, **options)
     forced = _cuts(profile, first, [verdicts is not None and verdicts.offloads for verdicts in said])
     if not any(forced) and not first.sent_bytes:
         return first
-    return simulate(profile, keeps, forced=forced, timeline=timeline, **options)
+    return simulate(profile, keeps, forced=forced, **options)
 
 
-def in_flight(plan: Plan, found: Simulated) -> InFlight | None:
+def _in_flight(plan: Plan, found: Simulated) -> InFlight | None:
     """Return how much is in flight under a plan, from what its blocks send. None if it sends nothing."""
     offload = plan.offload
     if offload is None or not found.sent_bytes:
@@ -97,13 +102,13 @@ def decisions(profile: Profile, plan: Plan) -> list[list[Decision]]:
     return found
 
 
-def verdicts_of(profile: Profile, plan: Plan) -> list[Verdicts | None]:
+def _verdicts_of(profile: Profile, plan: Plan) -> list[Verdicts | None]:
     """Return, for each layer, what the plan says there; None if it says nothing."""
     index = {path: i for i, path in enumerate(plan.blocks)}
     return [_verdicts(layer, plan, index[layer.path]) if layer.path in index else None for layer in profile.layers]
 
 
-def inputs_sent(profile: Profile, plan: Plan) -> list[bool]:
+def _inputs_sent(profile: Profile, plan: Plan) -> list[bool]:
     """Return, for each layer, whether its inputs are offloaded."""
     index = {path: i for i, path in enumerate(plan.blocks)}
     return [

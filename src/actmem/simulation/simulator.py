@@ -1,17 +1,62 @@
-"""What a step takes under a plan: peak bytes and where, replayed work, bytes offloaded."""
+"""What a step takes under a plan: peak bytes and where, replayed work, bytes offloaded.
+
+This is the only walk through the log of a step that follows a plan. What a plan changes at a moment is which calls are
+replayed, and the bytes on top of the program's own (`OnTop`): that is noted here, on request. All else is the same for
+every plan, and `step_walk.py` adds it for the report page and the trace. For the search, `peak_moments.py` emulates the
+tape of one layer apart from the log, and what an entry of the log means to a tape (`ON_TAPE`) is said here for both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from actmem.decisions import Decision, Reason
-from actmem.profiles import COPY, Entry, Profile
-from actmem.simulation.flight import InFlight
-from actmem.simulation.room import Room
+from actmem.log_entries import (
+    CallRan,
+    Dropped,
+    Entered,
+    Entry,
+    GivenGone,
+    GradientsCounted,
+    LayerEntry,
+    Left,
+    Loosened,
+    OpRan,
+    Packed,
+    PhaseBegan,
+    StorageDied,
+    TensorGone,
+    Unpacked,
+)
+from actmem.profiles import COPY, Profile
+from actmem.simulation.flight import Flight, InFlight
+from actmem.simulation.room import REPLAYED, SAVED, TRANSFERS, Room
 from actmem.simulation.tape_emulator import Emulated, Fate
 
-__all__ = ["Simulated", "replayed_cost", "simulate"]
+__all__ = ["ON_TAPE", "OnTop", "Simulated", "replayed_cost", "simulate"]
+
+ON_TAPE: Mapping[type, Callable[[Emulated, int], None]] = {
+    CallRan: Emulated.call,
+    Packed: Emulated.pack,
+    Dropped: Emulated.drop,
+    Loosened: Emulated.loosen,
+    GivenGone: Emulated.done,
+    TensorGone: Emulated.lose,
+}
+"""What the tape of a layer does at an entry about its call, handle or tensor `index`. See also `Emulated.unpack`."""
+
+
+class OnTop(NamedTuple):
+    """What a plan adds at one moment: bytes on top of those that the program itself keeps alive."""
+
+    saved_bytes: int
+    replayed_bytes: int
+    transfers_bytes: int
+    """Those on the way to or from elsewhere."""
+    call: int | None
+    """The call that was replayed, -1 for a copy; None where an operator of the program itself ran."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +84,10 @@ class Simulated:
     """In which order the last backward pass fetched, where something is in flight. See `InFlight`."""
     timeline: tuple[tuple[int, int], ...]
     """(position in the log, bytes alive), if requested."""
+    on_top: tuple[OnTop, ...] = ()
+    """For each point of the timeline, what the plan adds there, if requested."""
     fates: tuple[tuple[Fate | None, ...], ...] = ()
     """For each layer, what became of its values by the end of its forward."""
-    forced: tuple[Mapping[int, Reason] | None, ...] = ()
-    """For each layer, the calls of its smallest cut that were held."""
 
 
 def simulate(
@@ -56,6 +101,7 @@ def simulate(
     forced: Sequence[Mapping[int, Reason] | None] | None = None,
     plain: Sequence[bool] | None = None,
     timeline: bool = False,
+    on_top: bool = False,
 ) -> Simulated:
     """Walk through the log of a profile with the decisions of every layer.
 
@@ -69,8 +115,9 @@ def simulate(
         forced: for each layer, the calls of its smallest cut.
         plain: for each layer, whether the plan has nothing to say there.
         timeline: whether to return the bytes after each operator.
+        on_top: whether to return what the plan adds to them, too.
     """
-    walk = _Walk(profile, in_flight, timeline=timeline)
+    walk = _Walk(profile, in_flight, timeline=timeline, on_top=on_top)
     for i, (layer, keep) in enumerate(zip(profile.layers, keeps, strict=True)):
         cut = None if forced is None else forced[i]
         walk.layers.append(
@@ -86,8 +133,7 @@ def simulate(
                 flight=walk.flight,
             )
         )
-    for at, entry in enumerate(profile.log):
-        walk.take(at, entry)
+    walk.run()
     return Simulated(
         peak_bytes=walk.peak,
         peak_op=walk.peak_op,
@@ -101,8 +147,8 @@ def simulate(
         sent_by_layer=tuple(walk.sent_by_layer),
         fetch_order=() if walk.flight is None else tuple(walk.flight.order),
         timeline=tuple(walk.points),
+        on_top=tuple(walk.on_top),
         fates=tuple(walk.fates),
-        forced=tuple(forced or ()),
     )
 
 
@@ -116,7 +162,7 @@ def replayed_cost(profile: Profile, layer: int, call: int) -> int:
 class _Walk:
     """A step in progress."""
 
-    def __init__(self, profile: Profile, in_flight: InFlight | None, *, timeline: bool) -> None:
+    def __init__(self, profile: Profile, in_flight: InFlight | None, *, timeline: bool, on_top: bool) -> None:
         self.room = Room(dict(profile.storages))
         self.flight = None if in_flight is None else in_flight.begin(self.room)
         self.layers: list[Emulated] = []
@@ -128,51 +174,58 @@ class _Walk:
         self.saved = self.sent = 0
         self.sent_by_layer = [0] * len(profile.layers)
         self.points: list[tuple[int, int]] = []
-        self._profile, self._timeline = profile, timeline
+        self.on_top: list[OnTop] = []
+        self._profile, self._timeline, self._on_top = profile, timeline, on_top
         self._live = self._at = 0
         self._layer = -1
         self._kept = profile.base_bytes
         """What is not an activation: parameters, buffers, optimizer state, and the gradients that are there."""
 
-    def take(self, at: int, entry: Entry) -> None:
-        """Advance by one entry."""
-        self._at = at
-        verb: str = entry[0]
-        if verb == "op":
-            self._live = entry[2]
-            self._sample(0, entry[1])
-        elif verb == "call":
-            self.layers[int(entry[1])].call(entry[2])
-            self._live = entry[4]
-            self._sample(0, entry[3])
-        elif verb == "die":
-            self.room.die(entry[1])
-        elif verb == "pack":
-            self.layers[int(entry[1])].pack(entry[2])
-        elif verb == "unpack":
-            self._layer, self._live = int(entry[1]), entry[3]
-            self.layers[self._layer].unpack(entry[2], self._replayed)
-        elif verb == "drop":
-            self.layers[int(entry[1])].drop(entry[2])
-        elif verb == "loose":
-            self.layers[int(entry[1])].loosen(entry[2])
-        elif verb == "done":
-            self.layers[int(entry[1])].done(entry[2])
-        elif verb == "gone":
-            self.layers[int(entry[1])].lose(entry[2])
-        elif verb == "enter":
-            self._layer = int(entry[1])
-        elif verb == "leave":
-            self._leave(int(entry[1]))
-        elif verb == "phase":
-            self._layer = -1
-            if entry[1] == "backward":
-                self.saved = max(self.saved, entry[2] + self.room.extra_bytes - self._kept)
-        elif verb == "gradients":
-            self._kept = self._profile.base_bytes - self._profile.starting_gradients_bytes + entry[1]
+    def run(self) -> None:
+        """Take all entries of the log, in order."""
+        takers: dict[type[Entry], Callable[[Any], None]] = {
+            OpRan: self._op,
+            CallRan: self._call,
+            Entered: self._enter,
+            Left: self._leave,
+            Packed: self._on_tape,
+            Unpacked: self._unpack,
+            Dropped: self._on_tape,
+            Loosened: self._on_tape,
+            GivenGone: self._on_tape,
+            TensorGone: self._on_tape,
+            StorageDied: self._die,
+            PhaseBegan: self._phase,
+            GradientsCounted: self._count_gradients,
+        }
+        for at, entry in enumerate(self._profile.log):
+            self._at = at
+            takers[type(entry)](entry)
 
-    def _leave(self, layer: int) -> None:
-        done = self.layers[layer]
+    def _op(self, entry: OpRan) -> None:
+        self._live = entry.live_bytes
+        self._sample(entry.cost)
+
+    def _call(self, entry: CallRan) -> None:
+        self.layers[entry.layer].call(entry.index)
+        self._live = entry.live_bytes
+        self._sample(entry.cost)
+
+    def _on_tape(self, entry: LayerEntry) -> None:
+        ON_TAPE[type(entry)](self.layers[entry.layer], entry.index)
+
+    def _die(self, entry: StorageDied) -> None:
+        self.room.die(entry.storage)
+
+    def _unpack(self, entry: Unpacked) -> None:
+        self._layer, self._live = entry.layer, entry.live_bytes
+        self.layers[entry.layer].unpack(entry.index, self._replayed)
+
+    def _enter(self, entry: Entered) -> None:
+        self._layer = entry.layer
+
+    def _leave(self, entry: Left) -> None:
+        layer, done = entry.layer, self.layers[entry.layer]
         done.leave()
         self.sent += done.sent_bytes
         if self.flight is not None:
@@ -183,16 +236,37 @@ class _Walk:
         self.fates[layer] = tuple(done.fates)
         self._layer = -1
 
-    def _replayed(self, call: int, born_bytes: int) -> None:
-        self._sample(born_bytes, replayed_cost(self._profile, self._layer, call))
+    def _phase(self, entry: PhaseBegan) -> None:
+        self._layer = -1
+        if entry.name == "backward":
+            self.saved = max(self.saved, entry.live_bytes + self.room.extra_bytes - self._kept)
 
-    def _sample(self, born_bytes: int, cost: int) -> None:
+    def _count_gradients(self, entry: GradientsCounted) -> None:
+        self._kept = self._profile.base_bytes - self._profile.starting_gradients_bytes + entry.num_bytes
+
+    def _replayed(self, call: int, born_bytes: int) -> None:
+        self._sample(replayed_cost(self._profile, self._layer, call), born_bytes, call)
+
+    def _sample(self, cost: int, born_bytes: int = 0, call: int | None = None) -> None:
         """Count what is alive now. Prefetched values count with as many bytes as they may take."""
         total = self._live + self.room.extra_bytes + born_bytes
         if self.flight is not None:
             total += self.flight.ahead_bytes
         if self._timeline:
             self.points.append((self._at, total))
+        if self._on_top:
+            self._note_on_top(born_bytes, call)
         if total > self.peak:
             self.peak, self.peak_layer = total, self._layer
             self.peak_op = self._profile.costs[cost].op
+
+    def _note_on_top(self, born_bytes: int, call: int | None) -> None:
+        kinds, flight = self.room.bytes_of, self.flight
+        ahead = 0 if flight is None else flight.ahead_bytes
+        sent = 0 if flight is None else self._still_there(flight)
+        noted = OnTop(kinds[SAVED] - sent, kinds[REPLAYED] + born_bytes, kinds[TRANSFERS] + sent + ahead, call)
+        self.on_top.append(noted)
+
+    def _still_there(self, flight: Flight) -> int:
+        """Return the bytes that live only because they were sent and have not been pushed out of the window."""
+        return sum(s.num_bytes for s in flight.in_memory if s.storage >= 0 and self.room.is_held_once(s.storage))

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from actmem.devices import THIS_MACHINE, Device, device
+from actmem.log_entries import OperatorEntry
 from actmem.measuring import measure_machine
 from actmem.profiles import Profile
 
@@ -30,8 +31,7 @@ def cost_seconds(profile: Profile, device: Device) -> list[float]:
 
 def step_seconds(profile: Profile, seconds: list[float]) -> float:
     """Return the seconds of forward and backward with everything saved."""
-    costs: list[int] = [e[1] if e[0] == "op" else e[3] for e in profile.log if e[0] in ("op", "call")]
-    return sum(seconds[cost] for cost in costs)
+    return sum(seconds[entry.cost] for entry in profile.log if isinstance(entry, OperatorEntry))
 
 
 def resolved(which: Device | str | None, dtypes: Iterable[str] = ()) -> Device:

@@ -13,20 +13,29 @@ follows from when they come and go:
                    sharding also the gathered parameters. At any time at most the fewest bytes between then and there
     temporary      all else
 
-What a plan holds, replays and fetches comes on top: `step_walk.py`. The sum is always exact.
+What a plan holds, replays and fetches comes on top: `simulator.py`. The sum is always exact.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from actmem.log_entries import (
+    CallRan,
+    Entered,
+    GradientsCounted,
+    Left,
+    LiveEntry,
+    OpRan,
+    Packed,
+    PhaseBegan,
+    Unpacked,
+)
 from actmem.plan import Plan
-from actmem.profiles import WITHOUT_LIVE, Profile
-from actmem.simulation.flight import Flight, InFlight
-from actmem.simulation.plan_effect import decisions, follow, in_flight, inputs_sent, verdicts_of
-from actmem.simulation.room import REPLAYED, SAVED, TRANSFERS, Room
+from actmem.profiles import Profile
+from actmem.simulation.plan_effect import follow
 from actmem.simulation.simulator import Simulated, replayed_cost
-from actmem.simulation.tape_emulator import Emulated
 
 __all__ = ["CONSTANT", "NAMES", "VARYING", "Ground", "Moments", "Program", "program", "walk"]
 
@@ -56,13 +65,24 @@ class Moments:
         return self.totals.index(max(self.totals)) if self.totals else -1
 
 
+class Place(NamedTuple):
+    """What the program itself does at a position of the log."""
+
+    cost: int
+    """Index of the profile's cost that runs; -1 if none does."""
+    layer: int
+    module: str
+    phase: str
+
+
 class Ground:
     """What is the same for all plans of a profile."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.program: Program = program(profile)
-        self.askers = _askers(profile)
+        self.places = _places(profile)
+        """Where the program is, at each position of the log."""
 
 
 def walk(ground: Ground, plan: Plan) -> tuple[Moments, Simulated]:
@@ -75,109 +95,58 @@ def walk(ground: Ground, plan: Plan) -> tuple[Moments, Simulated]:
     >>> walk(Ground(Profile()), Plan([Rule("save")], [], "", "SaveEverything()"))[0].totals
     []
     """
-    profile = ground.profile
-    keeps = decisions(profile, plan)
-    simulated = follow(profile, plan, timeline=True, keeps=keeps)
-    offload = plan.offload
-    walked = _Walk(ground, in_flight(plan, simulated))
-    plain = [verdicts is None or verdicts.keeps_everything for verdicts in verdicts_of(profile, plan)]
-    given = [False] * len(keeps) if offload is None else inputs_sent(profile, plan)
-    for i, (layer, keep) in enumerate(zip(profile.layers, keeps, strict=True)):
-        walked.tapes.append(
-            Emulated(
-                layer,
-                keep,
-                walked.room,
-                exact=plan.exact,
-                sends_inputs=given[i],
-                min_offload_bytes=0 if offload is None else offload.min_bytes,
-                plain=plain[i],
-                forced=None if not simulated.forced or (cut := simulated.forced[i]) is None else dict(cut),
-                flight=walked.flight,
-            )
-        )
-    walked.go()
-    found = walked.moments
-    assert found.totals == [live for _, live in simulated.timeline], "the categories do not add up to the simulation"
-    return found, simulated
-
-
-class _Walk:
-    """A step in progress."""
-
-    def __init__(self, ground: Ground, in_flight: InFlight | None) -> None:
-        self._profile, self._program, self._askers = ground.profile, ground.program, ground.askers
-        self.room = Room(dict(self._profile.storages))
-        self.flight = None if in_flight is None else in_flight.begin(self.room)
-        self.tapes: list[Emulated] = []
-        self.moments = Moments(self._program.constant_bytes, {c: [] for c in VARYING})
-        self._at = 0
-        self._layer, self._module, self._phase = -1, "", "forward"
-
-    def go(self) -> None:
-        """Take all entries of the log, in order. See NOTE [ The log ]."""
-        for at, entry in enumerate(self._profile.log):
-            self._at = at
-            verb: str = entry[0]
-            if verb == "op":
-                self._note(entry[1], self._layer, self._module, self._phase, entry[2], 0)
-            elif verb == "call":
-                layer = int(entry[1])
-                self.tapes[layer].call(entry[2])
-                run = self._profile.layers[layer].calls[int(entry[2])]
-                self._note(run.cost, layer, run.module, self._phase, entry[4], 0)
-            elif verb == "die":
-                self.room.die(entry[1])
-            elif verb == "pack":
-                self.tapes[int(entry[1])].pack(entry[2])
-            elif verb == "unpack":
-                self._layer, self._module = int(entry[1]), self._askers.get((int(entry[1]), entry[2]), "")
-                self.tapes[self._layer].unpack(entry[2], self._replayed)
-            elif verb == "drop":
-                self.tapes[int(entry[1])].drop(entry[2])
-            elif verb == "loose":
-                self.tapes[int(entry[1])].loosen(entry[2])
-            elif verb == "done":
-                self.tapes[int(entry[1])].done(entry[2])
-            elif verb == "gone":
-                self.tapes[int(entry[1])].lose(entry[2])
-            elif verb == "enter":
-                self._layer, self._module = int(entry[1]), ""
-            elif verb == "leave":
-                self.tapes[int(entry[1])].leave()
-                self._layer, self._module = -1, ""
-            elif verb == "phase":
-                self._layer, self._module = -1, ""
-                self._phase = "optimizer" if entry[1] == "end" else str(entry[1])
-
-    def _replayed(self, call: int, born_bytes: int) -> None:
-        cost = replayed_cost(self._profile, self._layer, call)
-        module = self._module if call < 0 else self._profile.layers[self._layer].calls[call].module
-        self._note(cost, self._layer, module, "replay", self._program.live[self._at], born_bytes)
-
-    def _note(self, cost: int, layer: int, module: str, phase: str, live_bytes: int, born_bytes: int) -> None:
-        kinds, found, at = self.room.bytes_of, self.moments, self._at
-        ahead = 0 if self.flight is None else self.flight.ahead_bytes
-        sent = 0 if self.flight is None else self._still_there(self.flight)
+    profile, program, places = ground.profile, ground.program, ground.places
+    simulated = follow(profile, plan, timeline=True, on_top=True)
+    moments = Moments(program.constant_bytes, {category: [] for category in VARYING})
+    for (at, total), on_top in zip(simulated.timeline, simulated.on_top, strict=True):
+        place, call = places[at], on_top.call
+        if call is not None:
+            cost = replayed_cost(profile, place.layer, call)
+            module = place.module if call < 0 else profile.layers[place.layer].calls[call].module
+            place = Place(cost, place.layer, module, "replay")
         bytes_of = (
-            self._program.gradients[at],
-            self._program.outside[at],
-            kinds[SAVED] - sent,
-            kinds[REPLAYED] + born_bytes,
-            kinds[TRANSFERS] + sent + ahead,
-            self._program.temporary(at, live_bytes),
+            program.gradients[at],
+            program.outside[at],
+            on_top.saved_bytes,
+            on_top.replayed_bytes,
+            on_top.transfers_bytes,
+            program.temporary(at, program.live[at]),
         )
-        for series, num_bytes in zip(found.by_category.values(), bytes_of, strict=True):
+        for series, num_bytes in zip(moments.by_category.values(), bytes_of, strict=True):
             series.append(num_bytes)
-        found.totals.append(live_bytes + self.room.extra_bytes + born_bytes + ahead)
-        found.costs.append(cost)
-        found.layers.append(layer)
-        found.modules.append(module)
-        found.phases.append(phase)
+        moments.totals.append(total)
+        moments.costs.append(place.cost)
+        moments.layers.append(place.layer)
+        moments.modules.append(place.module)
+        moments.phases.append(place.phase)
+    return moments, simulated
 
-    def _still_there(self, flight: Flight) -> int:
-        """Return the bytes that live only because they were sent and have not been pushed out of the window."""
-        return sum(s.num_bytes for s in flight.in_memory if s.storage >= 0 and self.room.is_held_once(s.storage))
+
+def _places(profile: Profile) -> list[Place]:
+    askers = _askers(profile)
+    places: list[Place] = []
+    now = Place(-1, -1, "", "forward")
+    for entry in profile.log:
+        match entry:
+            case OpRan():
+                places.append(now._replace(cost=entry.cost))
+                continue
+            case CallRan():
+                call = profile.layers[entry.layer].calls[entry.index]
+                places.append(Place(call.cost, entry.layer, call.module, now.phase))
+                continue
+            case Unpacked():
+                now = Place(-1, entry.layer, askers.get((entry.layer, entry.index), ""), now.phase)
+            case Entered():
+                now = Place(-1, entry.layer, "", now.phase)
+            case Left():
+                now = Place(-1, -1, "", now.phase)
+            case PhaseBegan():
+                now = Place(-1, -1, "", "optimizer" if entry.name == "end" else entry.name)
+            case _:
+                pass
+        places.append(now)
+    return places
 
 
 def _askers(profile: Profile) -> dict[tuple[int, int], str]:
@@ -190,17 +159,17 @@ def _askers(profile: Profile) -> dict[tuple[int, int], str]:
     waiting: list[tuple[int, int, str | None]] = []
     last: tuple[int, int] | None = None
     for entry in profile.log:
-        if entry[0] == "pack":
-            layer, handle = int(entry[1]), int(entry[2])
+        if isinstance(entry, Packed):
+            layer, handle = entry.layer, entry.index
             made_by = profile.layers[layer].values[profile.layers[layer].handles[handle]].call
             fresh = last is not None and last[0] == layer and made_by == last[1]
             waiting.append((layer, handle, profile.layers[layer].calls[made_by].module if fresh else None))
-        elif entry[0] == "call":
-            last = int(entry[1]), int(entry[2])
+        elif isinstance(entry, CallRan):
+            last = entry.layer, entry.index
             module = profile.layers[last[0]].calls[last[1]].module
             found |= {(i, h): module for i, h, before in waiting if before in (None, module)}
             waiting.clear()
-        elif entry[0] == "leave":
+        elif isinstance(entry, Left):
             found |= {(i, h): before for i, h, before in waiting if before is not None}
             waiting.clear()
     return found
@@ -253,17 +222,18 @@ class Program:
 def program(profile: Profile) -> Program:
     """Split what a profile's log keeps alive into categories. See NOTE [ Categories ].
 
-    >>> program(Profile(parameters_bytes=8, base_bytes=8, log=(("op", 0, 10), ("phase", "backward", 10)))).outside
+    >>> program(Profile(parameters_bytes=8, base_bytes=8, log=(OpRan(0, 10), PhaseBegan("backward", 10)))).outside
     [2, 2]
     """
     base, log = profile.base_bytes, profile.log
     live: list[int] = []
     now = base
     for entry in log:
-        now = now if entry[0] in WITHOUT_LIVE else int(entry[-1])
+        now = entry.live_bytes if isinstance(entry, LiveEntry) else now
         live.append(now)
-    backward = next((at for at, e in enumerate(log) if e[0] == "phase" and e[1] == "backward"), len(log))
-    end = next((at for at in range(len(log) - 1, -1, -1) if log[at][0] == "phase" and log[at][1] == "end"), len(log))
+    phases = [(at, entry.name) for at, entry in enumerate(log) if isinstance(entry, PhaseBegan)]
+    backward = next((at for at, name in phases if name == "backward"), len(log))
+    end = next((at for at, name in reversed(phases) if name == "end"), len(log))
     all_gradients = profile.gradients_bytes // profile.shard
     constant = {"buffers": profile.buffers_bytes, "optimizer": profile.optimizer_bytes // profile.shard}
     constant["parameters"] = base - sum(constant.values()) - profile.starting_gradients_bytes
@@ -278,7 +248,7 @@ def program(profile: Profile) -> Program:
         constant_bytes={name: constant[name] for name in CONSTANT},
         fixed_bytes=fixed,
         gradients=gradients,
-        outside=_outside(profile, live, fixed, gradients),
+        outside=_outside(phases, live, fixed, gradients),
         live=live,
         backward=backward,
         end=end,
@@ -291,13 +261,13 @@ def _told(profile: Profile, live: list[int], fixed: int) -> list[int]:
     found = [0] * len(live)
     now, begun = profile.starting_gradients_bytes, -1
     for at, entry in enumerate(profile.log):
-        if entry[0] == "gradients":
+        if isinstance(entry, GradientsCounted):
             if begun >= 0:
-                made = _gradients(live, fixed + now, entry[1] - now, begun, at)
+                made = _gradients(live, fixed + now, entry.num_bytes - now, begun, at)
                 found[begun:at] = [now + more for more in made[begun:at]]
-            now = int(entry[1])
-        elif entry[0] == "phase":
-            begun = at if entry[1] == "backward" else -1
+            now = entry.num_bytes
+        elif isinstance(entry, PhaseBegan):
+            begun = at if entry.name == "backward" else -1
         found[at] = max(0, min(now, live[at] - fixed))
     return found
 
@@ -322,10 +292,9 @@ def _gradients(live: list[int], base: int, all_bytes: int, backward: int, end: i
     return found
 
 
-def _outside(profile: Profile, live: list[int], fixed: int, gradients: list[int]) -> list[int]:
+def _outside(phases: list[tuple[int, str]], live: list[int], fixed: int, gradients: list[int]) -> list[int]:
     free = [now - fixed - taken for now, taken in zip(live, gradients, strict=True)]
     found = free.copy()
-    phases = [(at, entry[1]) for at, entry in enumerate(profile.log) if entry[0] == "phase"]
     begins = [at for at, name in phases if name == "backward"] or [len(live)]
     ends = [at for at, name in phases if name == "end"]
     first = 0
@@ -344,7 +313,7 @@ def _in_optimizer(profile: Profile) -> list[bool]:
     found: list[bool] = []
     now = False
     for entry in profile.log:
-        if entry[0] == "phase":
-            now = entry[1] == ("optimizer" if profile.is_step else "end")
+        if isinstance(entry, PhaseBegan):
+            now = entry.name == ("optimizer" if profile.is_step else "end")
         found.append(now)
     return found

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from actmem.log_entries import OperatorEntry, PhaseBegan
 from actmem.profiles import Profile
 from actmem.simulation.peak_moments import Effect, Timeline
 
@@ -35,10 +36,9 @@ class Traffic:
         clock, clocks = 0.0, [0.0] * len(profile.log)
         self.forward_seconds = 0.0
         for at, entry in enumerate(profile.log):
-            if entry[0] in ("op", "call"):
-                cost: int = entry[1] if entry[0] == "op" else entry[3]
-                clock += seconds[cost]
-            elif entry[0] == "phase" and entry[1] == "backward" and not self.forward_seconds:
+            if isinstance(entry, OperatorEntry):
+                clock += seconds[entry.cost]
+            elif isinstance(entry, PhaseBegan) and entry.name == "backward" and not self.forward_seconds:
                 self.forward_seconds = clock
             clocks[at] = clock
         self.backward_seconds = clock - self.forward_seconds
