@@ -78,6 +78,8 @@ class OperatorEntry(LiveEntry):
     __slots__ = ()
     cost: int
     """Index into the costs of the profile."""
+    workspace_bytes: int
+    """What its kernel allocated for itself while it ran, on top of what is alive after it. Known of real steps."""
 
 
 class LayerEntry(Entry):
@@ -102,6 +104,7 @@ class OpRan(OperatorEntry):
     verb: ClassVar[str] = "op"
     cost: int
     live_bytes: int
+    workspace_bytes: int = 0
 
 
 @final
@@ -114,6 +117,7 @@ class CallRan(LayerEntry, OperatorEntry):
     index: int
     cost: int
     live_bytes: int
+    workspace_bytes: int = 0
 
 
 @final

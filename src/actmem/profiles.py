@@ -9,12 +9,12 @@ from typing import Any
 
 from actmem.decisions import Reason
 from actmem.errors import PlanError
-from actmem.log_entries import Entry, from_row
+from actmem.log_entries import Entry, OperatorEntry, from_row
 from actmem.shapes import TensorShape, read_shape, shapes_as_text
 
 __all__ = ["COPY", "Call", "Cost", "Layer", "Profile", "Value", "Write"]
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 """The version of profiles that this actmem reads and writes."""
 
 COPY = "aten.clone.default"
@@ -33,6 +33,10 @@ class Cost:
     """The dtype it computes in."""
     seconds: float | None = None
     """Measured seconds, if the profile was made from a real step."""
+    workspace_bytes: int = 0
+    """The most that its kernel allocates for itself while it runs, if the profile is of a real step on a CPU."""
+    number_bytes: int = 0
+    """What its Python numbers take, on a CPU, which torch turns into tensors, and autograd may hold until backward."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ class Call:
     """That reason yields where the plan keeps what the call makes."""
     fresh: bool = True
     """It may return a tensor that it did not merely write."""
+    state_bytes: int = 0
+    """What the state of the generator that it draws from takes, which a replay needs. On a CPU it is counted."""
     out_bytes: int = -1
     """Bytes of the tensors by which rules with `min_bytes` decide; -1 for those of its values."""
 
@@ -187,6 +193,11 @@ class Profile:
         if self.is_step:
             return self.base_bytes - self.parameters_bytes - self.buffers_bytes - self.optimizer_bytes
         return self.gradients_bytes // self.shard if self.microbatches > 1 else 0
+
+    @property
+    def numbers_bytes(self) -> int:
+        """Upper bound on what Python numbers take that autograd holds as tensors. No part of a predicted peak."""
+        return sum(self.costs[entry.cost].number_bytes for entry in self.log if isinstance(entry, OperatorEntry))
 
     def to_json(self) -> str:
         """Write the profile as JSON."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from actmem.doors import on_first_use
 
 if TYPE_CHECKING:
+    from actmem.measuring.allocations import number_bytes, workspace_bytes
     from actmem.measuring.flops import Formula, flop_formula
     from actmem.measuring.inplace_formulas import Formulas, called_from_python, is_listed, watches
     from actmem.measuring.ledger import ByteLedger, Entry, is_foreign, storages_of, tensors_in
@@ -35,14 +36,17 @@ __all__ = [
     "is_listed",
     "measure",
     "measure_machine",
+    "number_bytes",
     "storages_of",
     "tensors_in",
     "watches",
+    "workspace_bytes",
 ]
 
 __getattr__, __dir__ = on_first_use(
     __name__,
     {
+        "actmem.measuring.allocations": "number_bytes workspace_bytes",
         "actmem.measuring.flops": "Formula flop_formula",
         "actmem.measuring.inplace_formulas": "Formulas called_from_python is_listed watches",
         "actmem.measuring.ledger": "ByteLedger Entry is_foreign storages_of tensors_in",

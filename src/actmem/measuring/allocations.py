@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from actmem.torchcompat import allocation_mark, log_allocations, logged_allocations
 
-__all__ = ["Allocations", "Unseen", "most_bytes", "number_bytes"]
+__all__ = ["Allocations", "Unseen", "most_bytes", "number_bytes", "workspace_bytes"]
 
 _BEGINS, _ENDS = "actmem: an operator begins", "actmem: an operator ends"
 _BEGIN, _END = allocation_mark(_BEGINS), allocation_mark(_ENDS)
@@ -116,13 +116,22 @@ def _unseen(log: Sequence[int | str], booked: Sequence[_Booked]) -> Iterator[Uns
             if last is not None:
                 yield last._replace(passing_bytes=released)
             _settle(held, within or [], operator.within, operator.operator)
-            last = Unseen(_by_operator(held), _workspace(within or [], operator.own_bytes), 0)
+            last = Unseen(_by_operator(held), workspace_bytes(within or [], operator.own_bytes), 0)
             between, within = [], None
     if last is not None:
         yield last._replace(passing_bytes=_settle(held, between, {}, ""))
 
 
-def _workspace(changes: list[int], own_bytes: int) -> int:
+def workspace_bytes(changes: Sequence[int], own_bytes: int = 0) -> int:
+    """Return the most that an operator took for itself, from what was allocated and released while it ran.
+
+    Args:
+        changes: bytes of each allocation, and of each release as less than 0.
+        own_bytes: what it allocates only because a dispatch mode sees it: numbers, turned into tensors a second time.
+
+    >>> workspace_bytes([100, 40, -40])  # a result of 100 bytes
+    40
+    """
     if len(changes) < 2:  # one tensor is allocated, as is nearly always the case
         return 0
     return max(0, most_bytes(changes) - max(0, sum(changes)) - own_bytes)

@@ -242,7 +242,9 @@ def fit_profile(
         )
 
     few = len(chief.layers) <= _FEW_LAYERS
-    target_bytes = budget_bytes
+    # On a CPU the Python numbers that autograd holds are in the same memory: at most so many bytes.
+    limit_bytes = budget_bytes - (0 if is_accelerator(known) else max(p.numbers_bytes for p in profiles))
+    target_bytes = limit_bytes
     while True:
         solution = best(target_bytes, (named or named_keeps(chief)) if few else ())
         if not few and (not solution.feasible or solution.gap > _NEAR):
@@ -261,12 +263,12 @@ def fit_profile(
                 accelerator=is_accelerator(known),
             )
             raise BudgetError(text)
-        plan, found = _written(chief, solution.keeps, target_bytes, budget_bytes, where)
-        if found.peak_bytes <= budget_bytes:
+        plan, found = _written(chief, solution.keeps, target_bytes, limit_bytes, where)
+        if found.peak_bytes <= limit_bytes:
             break
         # The solver treats layers as independent. Copies that one makes for another come on top: leave room for them.
-        target_bytes -= found.peak_bytes - budget_bytes
-    _check_peaks(plan, [p for p in profiles if p is not chief], chief, budget_bytes)
+        target_bytes -= found.peak_bytes - limit_bytes
+    _check_peaks(plan, [p for p in profiles if p is not chief], chief, limit_bytes)
     return replace(plan, predicted=_predicted(chief, solution, found, budget_bytes, known, whole, headroom))
 
 
@@ -475,7 +477,7 @@ def _check_peaks(plan: Plan, others: Sequence[Profile], chief: Profile, budget_b
 def refusal(p: Profile, s: Solution, budget_bytes: int, *, offloaded: bool, headroom: float, accelerator: bool) -> str:
     """Write the message for a budget that cannot be met."""
     simulated = simulate(p, s.keeps, exact=True, timeline=True)
-    peak = s.peak_bytes
+    peak = s.peak_bytes + (0 if accelerator else p.numbers_bytes)
     layer = simulated.peak_layer
     where = f"in {p.layers[layer].path or 'the model itself'}" if layer >= 0 else "outside the blocks"
     rest = peak - p.base_bytes + (p.starting_gradients_bytes if p.is_step else 0)

@@ -6,6 +6,10 @@ are alike if they have the same cost and their tensors have the same memory layo
 differs from its backward), and all calls that are alike get the time of the fastest of them, over two steps: the first
 call of a kind also chooses a kernel, and any call may be interrupted. The time to call an operator that does nothing is
 measured too, and subtracted.
+
+What their kernels allocate for themselves is read from the allocator's own log, in the second step only: the first call
+of a kind may fill a cache. It may depend on numbers, as that of indexing does, so that calls that are alike differ in
+it; a replay is assumed to take the most that any of them took.
 """
 
 from __future__ import annotations
@@ -28,17 +32,22 @@ from actmem.measuring import (
     flop_formula,
     is_foreign,
     is_listed,
+    number_bytes,
     storages_of,
     tensors_in,
     watches,
+    workspace_bytes,
 )
 from actmem.measuring import Entry as LedgerEntry
 from actmem.profiles import Cost
 from actmem.torchcompat import (
     TorchDispatchMode,
     current_graph_task,
+    dispatch_modes,
     divide,
     is_composite,
+    log_allocations,
+    logged_allocations,
     never_compile,
     num_bytes,
     resolving_bits,
@@ -120,12 +129,19 @@ class Chronicle(TorchDispatchMode):
         """Let compiled functions run compiled."""
         return True
 
-    def __init__(self, device: torch.device, *, least_seconds: dict[Hashable, float] | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        least_seconds: dict[Hashable, float] | None = None,
+        finds_workspaces: bool = False,
+    ) -> None:
         """Start an empty log.
 
         Args:
             device: where the step runs.
             least_seconds: where to record how long operators take, if they are timed.
+            finds_workspaces: whether to find out what kernels allocate for themselves, where that can be seen.
         """
         super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch leaves it untyped
         self.log: list[Entry] = []
@@ -136,8 +152,11 @@ class Chronicle(TorchDispatchMode):
         """Operators are not logged: they are the profiler's own."""
         self._names: list[str] = []
         self._claim: tuple[str, tuple[int, int], Callable[[int, int], None]] | None = None
-        self._least, self._device = least_seconds, device
-        self._known: dict[Any, tuple[str, Formula | None, bool, bool, bool]] = {}
+        self._least, self.device = least_seconds, device
+        self._finds_workspaces = finds_workspaces and device.type == "cpu"
+        self._workspaces: dict[int, int] = {}
+        """Number of a cost -> the largest workspace of its calls."""
+        self._known: dict[Any, tuple[str, Formula | None, bool, bool, bool, tuple[int, ...]]] = {}
         self._formulas = Formulas()
         self._read: set[int] = set()
         """Storages of parameters that were read, which outlive the step."""
@@ -158,7 +177,12 @@ class Chronicle(TorchDispatchMode):
         if least is None:
             return tuple(cost for cost, _ in self._numbers)
         calling = _calling_seconds()
-        return tuple(replace(alike[0], seconds=max(0.0, least[alike] - calling)) for alike in self._numbers)
+        return tuple(
+            replace(
+                alike[0], seconds=max(0.0, least[alike] - calling), workspace_bytes=self._workspaces.get(number, 0)
+            )
+            for alike, number in self._numbers.items()
+        )
 
     def has_read(self, parameter: Tensor) -> bool:
         """Return whether an operator of the step has read a parameter."""
@@ -183,7 +207,7 @@ class Chronicle(TorchDispatchMode):
             at -= 1
         last = self.log[at] if at >= 0 else None
         if isinstance(last, OpRan) and self._names[last.cost] == op:
-            self.log[at] = CallRan(*call, last.cost, last.live_bytes)
+            self.log[at] = CallRan(*call, last.cost, last.live_bytes, last.workspace_bytes)
             return last.cost
         self._claim = (op, call, tell)
         return -1
@@ -204,7 +228,7 @@ class Chronicle(TorchDispatchMode):
         facts = self._known.get(func)
         if facts is None:
             facts = self._known[func] = _learn(func)
-        name, formula, mutates, adopts, listed = facts
+        name, formula, mutates, adopts, listed, places = facts
         ledger = self.ledger
         if not adopts or is_foreign(args[0]):
             self._note_reads(args, kwargs)
@@ -214,10 +238,16 @@ class Chronicle(TorchDispatchMode):
         place = ledger.entry_of(args[0]) if listed else None
         if place is not None and not self._formulas.takes_place(name, args, place):
             place = None
-        with resolving_bits():
-            started = self._now()
-            result = func(*args, **kwargs)
-            ended = self._now()
+        is_logged = self._finds_workspaces and log_allocations()
+        changes: list[Any] = []
+        try:
+            with resolving_bits():
+                started = self._now()
+                result = func(*args, **kwargs)
+                ended = self._now()
+        finally:
+            if is_logged:
+                changes = logged_allocations()
         if mutates:
             self._note_reads(args, kwargs)
         moved, computes_in = 0, ""
@@ -235,25 +265,34 @@ class Chronicle(TorchDispatchMode):
         view = not mutates and _shares(args, result)
         flops = 0 if formula is None else formula(args, kwargs, result)
         least = self._least
-        alike = Cost(name, flops, 0 if view else moved, computes_in), None if least is None else _lie(args, kwargs)
+        numbers = 0
+        if self.device.type == "cpu":
+            numbers = sum(number_bytes(args[i]) for i in places if i < len(args))
+        cost = Cost(name, flops, 0 if view else moved, computes_in, number_bytes=numbers)
+        alike = cost, None if least is None else _lie(args, kwargs)
         number = self._numbers.setdefault(alike, len(self._names))
         if number == len(self._names):
             self._names.append(name)
         if least is not None:
             least[alike] = min(ended - started, least.get(alike, float("inf")))
+        workspace = 0
+        if len(changes) > 1:
+            # Each mode beneath this one makes a tensor of a number once more.
+            workspace = workspace_bytes(changes, numbers * (1 + len(dispatch_modes())))
+            self._workspaces[number] = max(workspace, self._workspaces.get(number, 0))
         ledger.event += 1
         claim, self._claim = self._claim, None
         if claim is not None and claim[0] == name:
             claim[2](claim[1][1], number)
-            self.log.append(CallRan(*claim[1], number, ledger.main.live_bytes))
+            self.log.append(CallRan(*claim[1], number, ledger.main.live_bytes, workspace))
         else:
-            self.log.append(OpRan(number, ledger.main.live_bytes))
+            self.log.append(OpRan(number, ledger.main.live_bytes, workspace))
         return result
 
     def _now(self) -> float:
         """Read the clock once the device has finished its queued work."""
-        if self._least is not None and self._device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(self._device)
+        if self._least is not None and self.device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(self.device)
         return perf_counter()
 
     def _note_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -303,11 +342,12 @@ def settled(log: list[Entry]) -> list[Entry]:
 watches(__file__)
 
 
-def _learn(func: Any) -> tuple[str, Formula | None, bool, bool, bool]:
+def _learn(func: Any) -> tuple[str, Formula | None, bool, bool, bool, tuple[int, ...]]:
     schema = getattr(func, "_schema", None)
     name = str(func)
     mutates = schema is None or bool(schema.is_mutable)
-    return name, flop_formula(func), mutates, name == "aten.lift_fresh.default", is_listed(name)
+    places = () if schema is None else tuple(i for i, a in enumerate(schema.arguments) if str(a.type) == "Tensor")
+    return name, flop_formula(func), mutates, name == "aten.lift_fresh.default", is_listed(name), places
 
 
 def _name(tensor: Tensor) -> str:

@@ -230,7 +230,7 @@ class _Phased(Chronicle):
         mode: Any,
         holdings: Callable[[], Iterator[tuple[Tensor, str]]],
     ) -> None:
-        super().__init__(device, least_seconds=least_seconds)
+        super().__init__(device, least_seconds=least_seconds, finds_workspaces=mode is None)
         self._mode, self._holdings = mode, holdings
         self._task = NO_TASK
         self._gradients = -1

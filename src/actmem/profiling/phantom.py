@@ -256,6 +256,8 @@ class Recorded(Observation):
             value = self._met[makes[0]].value
             never = None if value.node is not None else value.why
         is_view = call.is_single and not makes and not call.writes
+        node = self._met[makes[0]].value.node if makes else None
+        state = None if node is None or node.state is None else node.state[1]
         return Call(
             op=call.op,
             module=call.module,
@@ -267,6 +269,7 @@ class Recorded(Observation):
             never=never,
             yields=call.yields and never is not None,
             fresh=call.fresh,
+            state_bytes=0 if state is None or state.device != self._chronicle.device else state.nbytes,
             out_bytes=call.out_bytes,
         )
 

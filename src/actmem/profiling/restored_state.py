@@ -102,6 +102,9 @@ class Preserved(TorchDispatchMode):
     writes to them without declaring it.
     """
 
+    only_watches = True
+    """See NOTE [ in place unless watched ] in `measuring/inplace_formulas.py`."""
+
     supports_higher_order_operators = True
 
     @classmethod

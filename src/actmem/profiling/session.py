@@ -41,6 +41,7 @@ class Session:
         *,
         accumulates: bool,
         least_seconds: dict[Hashable, float] | None = None,
+        finds_workspaces: bool = False,
         identities: dict[str, Any] | None = None,
         original: nn.Module | None = None,
         chronicle: Chronicle | None = None,
@@ -53,6 +54,7 @@ class Session:
             device: the device it claims to be on.
             accumulates: whether gradients exist from the start.
             least_seconds: where to record how long operators take, if they are timed.
+            finds_workspaces: whether to find out what kernels allocate for themselves, where that can be seen.
             identities: path -> a key that is equal for blocks that do the same, if they need not all be run.
             original: the model itself, if another one is run in its place.
             chronicle: what keeps the log, if it should record more than operators.
@@ -65,7 +67,11 @@ class Session:
             self._queues.setdefault(id(block.module), []).append(block)
         self._num_calls: dict[int, int] = {}
         self._accumulates = accumulates
-        self._chronicle = Chronicle(device, least_seconds=least_seconds) if chronicle is None else chronicle
+        self._chronicle = (
+            Chronicle(device, least_seconds=least_seconds, finds_workspaces=finds_workspaces)
+            if chronicle is None
+            else chronicle
+        )
         self._blocks: list[Block] = []
         """The block of each call."""
         self._calls: dict[int, tuple[Any, Any, Any, int, Any, Recorded]] = {}

@@ -163,7 +163,7 @@ class Timeline:
         top = -1
         for at, entry in enumerate(self.profile.log):
             if isinstance(entry, OpRan):
-                top = max(top, entry.live_bytes)
+                top = max(top, entry.live_bytes + entry.workspace_bytes)
                 continue
             if isinstance(entry, StorageDied):
                 layers = having.get(entry.storage)
@@ -183,7 +183,7 @@ class Timeline:
             tops.append(top)
             entries.append(at)
             asked.append(entry.live_bytes if isinstance(entry, Unpacked) else NEVER)
-            top = entry.live_bytes if isinstance(entry, CallRan) else NEVER
+            top = entry.live_bytes + entry.workspace_bytes if isinstance(entry, CallRan) else NEVER
         self.base_peak_bytes, *live = [*tops, top]
         """The peak before the first event."""
         self.live: Ints = np.array(live, dtype=np.int64)
@@ -308,18 +308,20 @@ class Timeline:
         level, crest = np.zeros(n + 1, dtype=np.int64), np.full(n, NEVER, dtype=np.int64)
         late: list[tuple[int, int, tuple[int, ...]]] = []
         credit = _Credit(family, self._sizes, ledger)
+        costs = self.profile.costs
         before = 0
         held: tuple[int, ...] = ()
         seen = [0]
 
-        def sample(_call: int, born: int) -> None:
-            above = ledger.extra_bytes + born - before
+        def sample(call: int) -> None:
+            workspace = 0 if call < 0 else costs[layer.calls[call].cost].workspace_bytes
+            above = ledger.extra_bytes + workspace - before
             gone = tuple(v for _, v, way in ledger.holds[seen[0] :] if way < 0)
             if gone:
                 late.append((ledger.now, above, gone))
             else:
                 burst[ledger.now] = max(burst[ledger.now], above)
-            crest[ledger.now] = max(crest[ledger.now], ledger.extra_bytes + born + credit.bytes(ledger.now))
+            crest[ledger.now] = max(crest[ledger.now], ledger.extra_bytes + workspace + credit.bytes(ledger.now))
 
         for k, (kind, about) in enumerate(family.events):
             ledger.now, before, seen[0] = k, ledger.extra_bytes, len(ledger.holds)
@@ -334,7 +336,6 @@ class Timeline:
                 tape.unpack(about, sample)
             delta[k] = ledger.extra_bytes - before
             level[k] = ledger.extra_bytes + credit.bytes(k)
-        costs = self.profile.costs
         return Effect(
             keep=keep,
             seconds=sum(family.seconds[c] for c in tape.replayed),

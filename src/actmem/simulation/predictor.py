@@ -22,7 +22,10 @@ class Prediction:
     """The outcome of `predict`."""
 
     peak_bytes: int
-    """The most bytes that are alive at any moment of a step."""
+    """The most bytes that are alive at any moment of a step, as `Measurement.peak_bytes` counts them: with the states
+    of generators that replays need, and, if the profile is of a real step on a CPU, with the workspaces of kernels."""
+    tensor_bytes: int
+    """The same without these two, as `Measurement.tensor_bytes` counts."""
     peak_op: str
     """The operator at which the peak occurs."""
     peak_block: str
@@ -83,6 +86,7 @@ def prediction(profile: Profile, simulated: Simulated, seconds: list[float]) -> 
     layer = simulated.peak_layer
     return Prediction(
         peak_bytes=simulated.peak_bytes,
+        tensor_bytes=simulated.tensor_bytes,
         peak_op=simulated.peak_op,
         peak_block=profile.layers[layer].path if layer >= 0 else "",
         saved_bytes=simulated.saved_bytes,

@@ -10,10 +10,10 @@ import weakref
 
 from actmem.engine import Value
 
-__all__ = ["REPLAYED", "SAVED", "TRANSFERS", "Copy", "Lease", "Room"]
+__all__ = ["REPLAYED", "SAVED", "STATES", "TRANSFERS", "Copy", "Lease", "Room"]
 
-SAVED, TRANSFERS, REPLAYED = "saved", "transfers", "replayed"
-"""What bytes are: held or copied in forward, fetched, or recomputed."""
+SAVED, TRANSFERS, REPLAYED, STATES = "saved", "transfers", "replayed", "states"
+"""What bytes are: held or copied in forward, fetched, recomputed, or states of generators."""
 
 
 class Room:
@@ -25,7 +25,7 @@ class Room:
         self._dead: set[int] = set()
         self._values: dict[int, list[weakref.ref[Value]]] = {}
         self.extra_bytes = 0
-        self.bytes_of = {SAVED: 0, TRANSFERS: 0, REPLAYED: 0}
+        self.bytes_of = {SAVED: 0, TRANSFERS: 0, REPLAYED: 0, STATES: 0}
         """The same bytes, by kind."""
 
     def add(self, num_bytes: int, kind: str) -> None:

@@ -32,7 +32,7 @@ from actmem.log_entries import (
 )
 from actmem.profiles import COPY, Profile
 from actmem.simulation.flight import Flight, InFlight
-from actmem.simulation.room import REPLAYED, SAVED, TRANSFERS, Room
+from actmem.simulation.room import REPLAYED, SAVED, STATES, TRANSFERS, Room
 from actmem.simulation.tape_emulator import Emulated, Fate
 
 __all__ = ["ON_TAPE", "OnTop", "Simulated", "replayed_cost", "simulate"]
@@ -55,6 +55,8 @@ class OnTop(NamedTuple):
     replayed_bytes: int
     transfers_bytes: int
     """Those on the way to or from elsewhere."""
+    workspace_bytes: int
+    """What the kernel that runs takes for itself."""
     call: int | None
     """The call that was replayed, -1 for a copy; None where an operator of the program itself ran."""
 
@@ -64,6 +66,8 @@ class Simulated:
     """The outcome of `simulate`."""
 
     peak_bytes: int
+    tensor_bytes: int
+    """The peak without the workspaces of kernels and the states of generators."""
     peak_op: str
     peak_layer: int
     """Index of the layer in which the peak occurs; -1 if it is outside the layers."""
@@ -136,6 +140,7 @@ def simulate(
     walk.run()
     return Simulated(
         peak_bytes=walk.peak,
+        tensor_bytes=walk.tensor_peak,
         peak_op=walk.peak_op,
         peak_layer=walk.peak_layer,
         saved_bytes=walk.saved,
@@ -171,6 +176,7 @@ class _Walk:
         self.whys: list[tuple[Reason | None, ...]] = [()] * len(profile.layers)
         self.fates: list[tuple[Fate | None, ...]] = [()] * len(profile.layers)
         self.peak, self.peak_op, self.peak_layer = -1, "", -1
+        self.tensor_peak = -1
         self.saved = self.sent = 0
         self.sent_by_layer = [0] * len(profile.layers)
         self.points: list[tuple[int, int]] = []
@@ -204,12 +210,12 @@ class _Walk:
 
     def _op(self, entry: OpRan) -> None:
         self._live = entry.live_bytes
-        self._sample(entry.cost)
+        self._sample(entry.cost, entry.workspace_bytes)
 
     def _call(self, entry: CallRan) -> None:
         self.layers[entry.layer].call(entry.index)
         self._live = entry.live_bytes
-        self._sample(entry.cost)
+        self._sample(entry.cost, entry.workspace_bytes)
 
     def _on_tape(self, entry: LayerEntry) -> None:
         ON_TAPE[type(entry)](self.layers[entry.layer], entry.index)
@@ -244,28 +250,39 @@ class _Walk:
     def _count_gradients(self, entry: GradientsCounted) -> None:
         self._kept = self._profile.base_bytes - self._profile.starting_gradients_bytes + entry.num_bytes
 
-    def _replayed(self, call: int, born_bytes: int) -> None:
-        self._sample(replayed_cost(self._profile, self._layer, call), born_bytes, call)
+    def _replayed(self, call: int) -> None:
+        cost = replayed_cost(self._profile, self._layer, call)
+        self._sample(cost, 0 if call < 0 else self._profile.costs[cost].workspace_bytes, call)
 
-    def _sample(self, cost: int, born_bytes: int = 0, call: int | None = None) -> None:
+    def _sample(self, cost: int, workspace_bytes: int, call: int | None = None) -> None:
         """Count what is alive now. Prefetched values count with as many bytes as they may take."""
-        total = self._live + self.room.extra_bytes + born_bytes
+        total = self._live + self.room.extra_bytes + workspace_bytes
         if self.flight is not None:
             total += self.flight.ahead_bytes
         if self._timeline:
             self.points.append((self._at, total))
         if self._on_top:
-            self._note_on_top(born_bytes, call)
+            self._note_on_top(workspace_bytes, call)
         if total > self.peak:
             self.peak, self.peak_layer = total, self._layer
             self.peak_op = self._profile.costs[cost].op
+        total -= workspace_bytes + self.room.bytes_of[STATES]
+        if total > self.tensor_peak:
+            self.tensor_peak = total
 
-    def _note_on_top(self, born_bytes: int, call: int | None) -> None:
+    def _note_on_top(self, workspace_bytes: int, call: int | None) -> None:
         kinds, flight = self.room.bytes_of, self.flight
         ahead = 0 if flight is None else flight.ahead_bytes
         sent = 0 if flight is None else self._still_there(flight)
-        noted = OnTop(kinds[SAVED] - sent, kinds[REPLAYED] + born_bytes, kinds[TRANSFERS] + sent + ahead, call)
-        self.on_top.append(noted)
+        self.on_top.append(
+            OnTop(
+                saved_bytes=kinds[SAVED] + kinds[STATES] - sent,
+                replayed_bytes=kinds[REPLAYED],
+                transfers_bytes=kinds[TRANSFERS] + sent + ahead,
+                workspace_bytes=workspace_bytes,
+                call=call,
+            )
+        )
 
     def _still_there(self, flight: Flight) -> int:
         """Return the bytes that live only because they were sent and have not been pushed out of the window."""

@@ -110,7 +110,7 @@ def walk(ground: Ground, plan: Plan) -> tuple[Moments, Simulated]:
             on_top.saved_bytes,
             on_top.replayed_bytes,
             on_top.transfers_bytes,
-            program.temporary(at, program.live[at]),
+            program.temporary(at, program.live[at]) + on_top.workspace_bytes,
         )
         for series, num_bytes in zip(moments.by_category.values(), bytes_of, strict=True):
             series.append(num_bytes)

@@ -36,7 +36,7 @@ from actmem.engine import (
 )
 from actmem.profiles import Call, Layer, Write
 from actmem.simulation.flight import Away, Flight
-from actmem.simulation.room import REPLAYED, SAVED, TRANSFERS, Copy, Lease, Room
+from actmem.simulation.room import REPLAYED, SAVED, STATES, TRANSFERS, Copy, Lease, Room
 
 __all__ = ["Emulated", "Fate"]
 
@@ -216,6 +216,9 @@ class Emulated:
             if w.whole:
                 refs[w.ref] = (w.ref, -1, None)
         node = Node(index, [], None, refs)
+        if call.state_bytes:
+            state: Any = Copy(self._room, call.state_bytes, STATES)
+            node.state = state
         if written:
             sizes = [self._layer.values[call.refs[w.ref]].copy_bytes if w.whole else -1 for w in written]
             node.writes = [(w.ref, -1, size, _PIECES) for w, size in zip(written, sizes, strict=True)]
@@ -401,7 +404,7 @@ class Emulated:
 
     # ---------------------------------------------------------------- backward
 
-    def unpack(self, handle: int, sample: Callable[[int, int], None]) -> None:
+    def unpack(self, handle: int, sample: Callable[[int], None]) -> None:
         """Give a backward step what it asks for. `sample` is called for each replayed call and each copy (-1)."""
         if self._plain:
             return
@@ -417,7 +420,7 @@ class Emulated:
         by_function = handle in self._by_function
         if needs_private_copy(value, 2, parameter=fact.leaf == "parameter", by_function=lambda: by_function):
             given = Copy(self._room, fact.copy_bytes, REPLAYED)
-            sample(-1, 0)
+            sample(-1)
         if by_function:
             self._given.append(given)
         else:
@@ -428,7 +431,7 @@ class Emulated:
         num_bytes = self._layer.values[self._number(value)].copy_bytes
         value.held = away.take_back(self._room) or Copy(self._room, num_bytes, TRANSFERS)
 
-    def _materialise(self, value: Value, sample: Callable[[int, int], None]) -> None:
+    def _materialise(self, value: Value, sample: Callable[[int], None]) -> None:
         order = replay_order(value, _name)
         self._fetch_all(order)
         while order:
@@ -443,7 +446,7 @@ class Emulated:
                 if ref[2] is not None and type(ref[2].held) is Away:
                     self._fetch(ref[2])
 
-    def _run(self, node: Node, sample: Callable[[int, int], None]) -> None:
+    def _run(self, node: Node, sample: Callable[[int], None]) -> None:
         """Run a call again, and leave the results in the values that can still be reached."""
         index: int = node.func
         self.replayed.append(index)
@@ -465,7 +468,10 @@ class Emulated:
         for v in self._layer.calls[index].makes:
             if values[v].slot >= 0:
                 results[values[v].slot] = Copy(self._room, values[v].copy_bytes, REPLAYED)
-        sample(index, 0)
+        state_bytes = self._layer.calls[index].state_bytes
+        present = Copy(self._room, state_bytes, STATES) if state_bytes else None  # of the generator, to be put back
+        sample(index)
+        del present
         for slot, reference in node.outs or ():
             value = reference()
             if value is not None and value.node is node:
