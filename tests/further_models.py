@@ -81,7 +81,11 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "mra": ("MraConfig", "MraForMaskedLM", TEXT | {"block_per_row": 1}),
     "albert": ("AlbertConfig", "AlbertForMaskedLM", TEXT | {"num_hidden_layers": 3, "embedding_size": 16}),
-    "squeezebert": ("SqueezeBertConfig", "SqueezeBertForMaskedLM", TEXT | {"embedding_size": 32}),
+    "squeezebert": (
+        "SqueezeBertConfig",
+        "SqueezeBertForSequenceClassification",
+        TEXT | {"num_hidden_layers": 3, "embedding_size": 32},
+    ),
     "fnet": ("FNetConfig", "FNetForMaskedLM", TEXT),
     "distilbert": (
         "DistilBertConfig",
@@ -185,4 +189,6 @@ def build(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     if "image_size" in settings:
         return model, {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator), "labels": torch.tensor([0, 1])}
     tokens = torch.randint(3, VOCAB, (2, LENGTHS.get(name, 16)), generator=generator)
+    if "Classification" in model_class:
+        return model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": torch.tensor([0, 1])}
     return model, {"input_ids": tokens, "labels": tokens}
