@@ -6,8 +6,8 @@ the program itself lets go of it, and the log is the same whatever a plan decide
 offloads comes on top, and `simulation.simulate`, the one walk through the log under a plan, works it out.
 
 Each kind of entry is a class, and its `verb` is its name in a file. They are dataclasses and not named tuples, because
-equal numbers must not make a pack equal to a drop. Who walks through a log asks for `type(entry)` once and looks it up
-in a table: a `match` takes more than twice as long, as it asks for one class after the other.
+equal numbers must not make a pack equal to a drop. The walk that is run most often asks for `type(entry)` once and
+looks it up in a table: a `match` takes more than twice as long, as it asks for one class after the other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Entry:
         """Return the same entry with so many more bytes alive, if it says how many are.
 
         >>> OpRan(3, 100).shifted(20), StorageDied(7).shifted(20)
-        (OpRan(cost=3, live_bytes=120), StorageDied(storage=7))
+        (OpRan(cost=3, live_bytes=120, workspace_bytes=0), StorageDied(storage=7))
         """
         return self
 
@@ -68,7 +68,7 @@ class LiveEntry(Entry):
     live_bytes: int
 
     def shifted(self, num_bytes: int) -> Self:
-        """Return the same entry with so many more bytes alive."""
+        """Return the same entry with so many more bytes alive. The kinds that fill a log write this out: it is slow."""
         return replace(cast("Any", self), live_bytes=self.live_bytes + num_bytes) if num_bytes else self
 
 
@@ -91,9 +91,10 @@ class LayerEntry(Entry):
     index: int
     """Which call, handle, tensor ... of the layer it is about."""
 
-    def of_layer(self, layer: int) -> Self:
-        """Return the same entry about another layer."""
-        return replace(cast("Any", self), layer=layer)
+    def moved(self, layer: int, num_bytes: int) -> Self:  # noqa: ARG002  # as in `Entry.shifted`
+        """Return the same entry about another layer, with so many more bytes alive."""
+        kind: Any = type(self)
+        return kind(layer, self.index)
 
 
 @final
@@ -105,6 +106,10 @@ class OpRan(OperatorEntry):
     cost: int
     live_bytes: int
     workspace_bytes: int = 0
+
+    def shifted(self, num_bytes: int) -> OpRan:
+        """Return the same entry with so many more bytes alive."""
+        return OpRan(self.cost, self.live_bytes + num_bytes, self.workspace_bytes) if num_bytes else self
 
 
 @final
@@ -118,6 +123,14 @@ class CallRan(LayerEntry, OperatorEntry):
     cost: int
     live_bytes: int
     workspace_bytes: int = 0
+
+    def moved(self, layer: int, num_bytes: int) -> CallRan:
+        """Return the same entry about another layer, with so many more bytes alive."""
+        return CallRan(layer, self.index, self.cost, self.live_bytes + num_bytes, self.workspace_bytes)
+
+    def shifted(self, num_bytes: int) -> CallRan:
+        """Return the same entry with so many more bytes alive."""
+        return self.moved(self.layer, num_bytes) if num_bytes else self
 
 
 @final
@@ -159,6 +172,14 @@ class Unpacked(LayerEntry, LiveEntry):
     layer: int
     index: int
     live_bytes: int
+
+    def moved(self, layer: int, num_bytes: int) -> Unpacked:
+        """Return the same entry about another layer, with so many more bytes alive."""
+        return Unpacked(layer, self.index, self.live_bytes + num_bytes)
+
+    def shifted(self, num_bytes: int) -> Unpacked:
+        """Return the same entry with so many more bytes alive."""
+        return self.moved(self.layer, num_bytes) if num_bytes else self
 
 
 @final

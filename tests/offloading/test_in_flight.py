@@ -93,7 +93,7 @@ def measured(model: Model, x: Tensor, mode: Mode | actmem.Plan, *, num_before: i
 
 def predicted(model: Model, x: Tensor, mode: Mode) -> int:
     profile = actmem.profile(model, (x,), loss=lambda out: out, optimizer=None, fake=False)
-    return actmem.predict(profile, mode).peak_bytes
+    return actmem.predict(profile, mode).tensor_bytes
 
 
 # ---------------------------------------------------------------- predicted and measured
@@ -337,7 +337,7 @@ for lag, mode in {
     torch.manual_seed(0)
     model, x = Model(128, 5), torch.randn(2048, 128)
     profile = actmem.profile(model, (x,), loss=lambda out: out, optimizer=None)
-    predicted = actmem.predict(profile, mode).peak_bytes
+    predicted = actmem.predict(profile, mode).tensor_bytes
     given = sum(p.nbytes for p in model.parameters()) + x.nbytes
 
     def step():

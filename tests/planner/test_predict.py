@@ -58,7 +58,7 @@ def check(name: str, mode: str, *, fake: bool) -> None:
     measured = zoo(name).measured(chosen)
     found = actmem.predict(profiled(name, fake), chosen, DEVICE)
     assert measured.peak_bytes > 0
-    assert (found.peak_bytes, found.replayed_flops) == (measured.peak_bytes, measured.replayed_flops)
+    assert (found.tensor_bytes, found.replayed_flops) == (measured.peak_bytes, measured.replayed_flops)
     assert abs(found.saved_bytes - measured.saved_bytes) <= 8  # the loss, and the gradient that backward begins with
     assert max(found.timeline) == found.peak_bytes
 
@@ -83,9 +83,9 @@ def test_balanced_routing_is_a_little_above_what_is_measured_and_the_worst_is_ne
     worst = zoo(name).profile(routing="worst")
     for mode in modes(name).values():
         measured = zoo(name).measured(mode).peak_bytes
-        balanced = actmem.predict(profiled(name, True), mode, DEVICE).peak_bytes
+        balanced = actmem.predict(profiled(name, True), mode, DEVICE).tensor_bytes
         assert measured <= balanced <= 1.05 * measured
-        assert actmem.predict(worst, mode, DEVICE).peak_bytes >= measured
+        assert actmem.predict(worst, mode, DEVICE).tensor_bytes >= measured
 
 
 def test_the_place_of_the_peak_is_named() -> None:
@@ -116,7 +116,7 @@ def test_what_is_sent_to_disk_is_never_predicted_too_low(num_rows: int, tmp_path
         )
         found = actmem.predict(profile, mode, DEVICE)
         assert found.sent_bytes > 0
-        assert training.measured(mode).peak_bytes <= found.peak_bytes
+        assert training.measured(mode).peak_bytes <= found.tensor_bytes
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
@@ -134,5 +134,5 @@ def test_what_is_offloaded_peaks_as_predicted(name: str) -> None:
         found = actmem.predict(training.profile(fake=False), mode, DEVICE)
         measured = training.measured(mode)
         assert found.sent_bytes > 0
-        above = found.peak_bytes - measured.peak_bytes
+        above = found.tensor_bytes - measured.peak_bytes
         assert 0 <= above <= 128 if name == "resnet" else above == 0

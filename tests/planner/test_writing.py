@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from actmem.decisions import Decision
 from actmem.plan import Plan
 from actmem.planner.rules_writer import write_rules
 from actmem.profiles import Profile
@@ -16,16 +17,16 @@ from tests.planner.steps import zoo
 from tests.zoo import ZOO
 
 
-def drawn(profile: Profile, chance: random.Random, *, by_layer: bool) -> list[list[str]]:
+def drawn(profile: Profile, chance: random.Random, *, by_layer: bool) -> list[list[Decision]]:
     """Draw decisions: the same for equal layers, or for each block one of two."""
     share = chance.choice([0.1, 0.3, 0.6])
-    known: dict[Any, list[str]] = {}
-    found: list[list[str]] = []
+    known: dict[Any, list[Decision]] = {}
+    found: list[list[Decision]] = []
     for layer in profile.layers:
         # A block that is called several times in a step has one plan.
         key = layer.path if by_layer else layer.kind
         if key not in known or len(known[key]) != len(layer.calls):
-            known[key] = ["save" if chance.random() < share else "" for _ in layer.calls]
+            known[key] = [Decision.SAVE if chance.random() < share else Decision.RECOMPUTE for _ in layer.calls]
         found.append(known[key])
     return found
 
@@ -49,7 +50,7 @@ def check(name: str, seed: int) -> None:
             for layer, again in zip(profile.layers, simulated.replayed, strict=True)
             for n in again
         )
-        assert (measured.peak_bytes, measured.replayed_flops) == (simulated.peak_bytes, flops)
+        assert (measured.peak_bytes, measured.replayed_flops) == (simulated.tensor_bytes, flops)
 
 
 @pytest.mark.parametrize("name", ["llama", "unet", "transformer_encoder", "torchtitan_moe"])

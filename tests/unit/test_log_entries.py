@@ -14,6 +14,7 @@ from actmem.log_entries import (
     Entry,
     GivenGone,
     GradientsCounted,
+    LayerEntry,
     Left,
     LiveEntry,
     Loosened,
@@ -68,6 +69,12 @@ def test_only_what_says_how_much_is_alive_is_shifted(entry: Entry) -> None:
         assert isinstance(more, LiveEntry) and more.live_bytes == entry.live_bytes + 5
     else:
         assert more == entry
+
+
+@pytest.mark.parametrize("entry", [e for e in EVERY if isinstance(e, LayerEntry)], ids=lambda entry: entry.verb)
+def test_an_entry_moves_to_another_layer_with_what_is_alive(entry: LayerEntry) -> None:
+    assert entry.moved(4, 5).layer == 4
+    assert entry.moved(4, 5).moved(entry.layer, 0) == entry.shifted(5)
 
 
 @pytest.mark.parametrize("row", [["melt", 0], ["pack", 0], []], ids=str)

@@ -187,7 +187,7 @@ def fit_profiles(
     known: Device,
     *,
     offload: str | Offload | None = None,
-    time_limit: float = 20.0,
+    time_limit: float = TIME_LIMIT,
 ) -> Plan:
     """Find the plan for existing profiles, as `fit_profile` does, and describe its peak in words."""
     plan = fit_profile(

@@ -178,9 +178,7 @@ class Chronicle(TorchDispatchMode):
             return tuple(cost for cost, _ in self._numbers)
         calling = _calling_seconds()
         return tuple(
-            replace(
-                alike[0], seconds=max(0.0, least[alike] - calling), workspace_bytes=self._workspaces.get(number, 0)
-            )
+            replace(alike[0], seconds=max(0.0, least[alike] - calling), workspace_bytes=self._workspaces.get(number, 0))
             for alike, number in self._numbers.items()
         )
 

@@ -365,7 +365,7 @@ class _Part:
             if isinstance(entry, StorageDied):
                 yield StorageDied(names.get(entry.storage, entry.storage))
             elif isinstance(entry, LayerEntry):
-                yield entry.of_layer(layer).shifted(shift)
+                yield entry.moved(layer, shift)
             elif not isinstance(entry, (BackwardBegan, BackwardEnded)):
                 yield entry.shifted(shift)
 

@@ -245,7 +245,8 @@ class _Walk:
     def _phase(self, entry: PhaseBegan) -> None:
         self._layer = -1
         if entry.name == "backward":
-            self.saved = max(self.saved, entry.live_bytes + self.room.extra_bytes - self._kept)
+            held_bytes = self.room.extra_bytes - self.room.bytes_of[STATES]
+            self.saved = max(self.saved, entry.live_bytes + held_bytes - self._kept)
 
     def _count_gradients(self, entry: GradientsCounted) -> None:
         self._kept = self._profile.base_bytes - self._profile.starting_gradients_bytes + entry.num_bytes

@@ -27,7 +27,7 @@ from actmem.log_entries import (
     GradientsCounted,
     Left,
     LiveEntry,
-    OpRan,
+    OperatorEntry,
     Packed,
     PhaseBegan,
     Unpacked,
@@ -66,10 +66,8 @@ class Moments:
 
 
 class Place(NamedTuple):
-    """What the program itself does at a position of the log."""
+    """Where the program itself is, at a position of the log."""
 
-    cost: int
-    """Index of the profile's cost that runs; -1 if none does."""
     layer: int
     module: str
     phase: str
@@ -82,7 +80,7 @@ class Ground:
         self.profile = profile
         self.program: Program = program(profile)
         self.places = _places(profile)
-        """Where the program is, at each position of the log."""
+        """One for each position of the log."""
 
 
 def walk(ground: Ground, plan: Plan) -> tuple[Moments, Simulated]:
@@ -99,11 +97,13 @@ def walk(ground: Ground, plan: Plan) -> tuple[Moments, Simulated]:
     simulated = follow(profile, plan, timeline=True, on_top=True)
     moments = Moments(program.constant_bytes, {category: [] for category in VARYING})
     for (at, total), on_top in zip(simulated.timeline, simulated.on_top, strict=True):
-        place, call = places[at], on_top.call
-        if call is not None:
-            cost = replayed_cost(profile, place.layer, call)
-            module = place.module if call < 0 else profile.layers[place.layer].calls[call].module
-            place = Place(cost, place.layer, module, "replay")
+        entry, call, (layer, module, phase) = profile.log[at], on_top.call, places[at]
+        if isinstance(entry, OperatorEntry):
+            cost = entry.cost
+        else:
+            assert call is not None, "neither an operator of the program nor a replayed one"
+            cost, phase = replayed_cost(profile, layer, call), "replay"
+            module = module if call < 0 else profile.layers[layer].calls[call].module
         bytes_of = (
             program.gradients[at],
             program.outside[at],
@@ -115,34 +115,31 @@ def walk(ground: Ground, plan: Plan) -> tuple[Moments, Simulated]:
         for series, num_bytes in zip(moments.by_category.values(), bytes_of, strict=True):
             series.append(num_bytes)
         moments.totals.append(total)
-        moments.costs.append(place.cost)
-        moments.layers.append(place.layer)
-        moments.modules.append(place.module)
-        moments.phases.append(place.phase)
+        moments.costs.append(cost)
+        moments.layers.append(layer)
+        moments.modules.append(module)
+        moments.phases.append(phase)
     return moments, simulated
 
 
 def _places(profile: Profile) -> list[Place]:
     askers = _askers(profile)
     places: list[Place] = []
-    now = Place(-1, -1, "", "forward")
+    now = Place(-1, "", "forward")
     for entry in profile.log:
         match entry:
-            case OpRan():
-                places.append(now._replace(cost=entry.cost))
-                continue
             case CallRan():
-                call = profile.layers[entry.layer].calls[entry.index]
-                places.append(Place(call.cost, entry.layer, call.module, now.phase))
+                module = profile.layers[entry.layer].calls[entry.index].module
+                places.append(Place(entry.layer, module, now.phase))
                 continue
             case Unpacked():
-                now = Place(-1, entry.layer, askers.get((entry.layer, entry.index), ""), now.phase)
+                now = Place(entry.layer, askers.get((entry.layer, entry.index), ""), now.phase)
             case Entered():
-                now = Place(-1, entry.layer, "", now.phase)
+                now = Place(entry.layer, "", now.phase)
             case Left():
-                now = Place(-1, -1, "", now.phase)
+                now = Place(-1, "", now.phase)
             case PhaseBegan():
-                now = Place(-1, -1, "", "optimizer" if entry.name == "end" else entry.name)
+                now = Place(-1, "", "optimizer" if entry.name == "end" else entry.name)
             case _:
                 pass
         places.append(now)
@@ -222,6 +219,7 @@ class Program:
 def program(profile: Profile) -> Program:
     """Split what a profile's log keeps alive into categories. See NOTE [ Categories ].
 
+    >>> from actmem.log_entries import OpRan
     >>> program(Profile(parameters_bytes=8, base_bytes=8, log=(OpRan(0, 10), PhaseBegan("backward", 10)))).outside
     [2, 2]
     """

@@ -91,4 +91,4 @@ def test_a_last_block_that_gets_an_expanded_gradient_is_not_taken_for_the_others
         for _ in range(3):
             model.zero_grad()
             measured = actmem.measure(step, model=model).tensor_bytes
-    assert actmem.predict(profile, mode, "h100-80gb").peak_bytes == measured
+    assert actmem.predict(profile, mode, "h100-80gb").tensor_bytes == measured
