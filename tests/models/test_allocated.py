@@ -73,7 +73,7 @@ def measured(step: Callable[[], None], model: nn.Module) -> int:
 
 
 def compare(model: nn.Module, step: Callable[[], None], modes: Sequence[str] = tuple(MODES)) -> None:
-    """Compare plain training, modes and a fitted budget. Only numbers that autograd holds may be missing: 8 bytes each."""
+    """Compare plain training, modes and a fitted budget. Only Python numbers that autograd holds may be missing."""
     measured(step, model)
     profile = actmem.profile(model, step=step, fake=False)
     least, most = (actmem.predict(profile, MODES[mode], DEVICE).peak_bytes for mode in ("full", "save"))

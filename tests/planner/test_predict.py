@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import actmem
-from actmem.errors import PlanError
+from actmem.compat.torchtitan import CompilerBudget
+from actmem.errors import ModeError, PlanError
 from tests.planner.steps import DEVICE, Training, rows, stack, zoo
 from tests.zoo import ZOO
 
@@ -124,6 +125,13 @@ def test_a_plan_of_another_model_is_refused() -> None:
     other = Training(stack(3), rows(4), lambda out: out.square().mean())
     with actmem.apply(other.model, actmem.Full()) as applied, pytest.raises(PlanError, match="not of one model"):
         actmem.predict(profile, applied.plan, DEVICE)
+
+
+def test_what_is_neither_a_plan_nor_a_mode_is_refused() -> None:
+    profile = Training(stack(2), rows(4), lambda out: out.square().mean()).profile()
+    mode: Any = CompilerBudget(0.5)
+    with pytest.raises(ModeError, match=r"CompilerBudget\(fraction=0\.5\) is neither a plan nor a mode"):
+        actmem.predict(profile, mode, DEVICE)
 
 
 @pytest.mark.parametrize("name", ["llama", "moe_topk", "resnet"])

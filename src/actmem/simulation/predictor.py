@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from actmem.devices import Device
-from actmem.errors import PlanError
+from actmem.errors import ModeError, PlanError
 from actmem.modes import FromPlan, Mode
 from actmem.plan import Plan
 from actmem.profiles import Profile
@@ -110,4 +110,9 @@ def plan_of(profile: Profile, mode: Plan | Mode) -> Plan:
                 f"{' '.join(profile.blocks[:3])} ...: they are not of one model. Make the profile of the plan's model."
             )
         return mode
+    if not hasattr(mode, "rules"):
+        raise ModeError(
+            f"{mode!r} is neither a plan nor a mode, and what it does cannot be predicted. Pass a mode such as "
+            "actmem.Full(), or a plan."
+        )
     return Plan(mode.rules(), profile.blocks, profile.fingerprint, repr(mode), getattr(mode, "offload", None))
