@@ -45,7 +45,8 @@ def check(name: str, part: float) -> None:
     predicted = plan.predicted
     assert predicted is not None
     measured = training.measured(plan)
-    assert measured.peak_bytes == predicted.peak_bytes <= budget == predicted.budget_bytes
+    assert measured.peak_bytes == actmem.predict(training.profile(), plan, DEVICE).tensor_bytes
+    assert predicted.peak_bytes <= budget == predicted.budget_bytes
     assert measured.replayed_flops == predicted.replayed_flops
     assert 1 <= predicted.bound <= predicted.step_time_ratio + 1e-12
     assert predicted.step_time_ratio - predicted.bound == pytest.approx(predicted.gap, abs=1e-9)
