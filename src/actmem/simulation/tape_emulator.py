@@ -220,7 +220,9 @@ class Emulated:
             state: Any = Copy(self._room, call.state_bytes, STATES)
             node.state = state
         if written:
-            sizes = [self._layer.values[call.refs[w.ref]].copy_bytes if w.whole else -1 for w in written]
+            # The call may resize what it overwrites, as `out=` does: the version that it leaves counts.
+            left = [w.new if w.new >= 0 else call.refs[w.ref] for w in written]
+            sizes = [self._layer.values[v].copy_bytes if w.whole else -1 for w, v in zip(written, left, strict=True)]
             node.writes = [(w.ref, -1, size, _PIECES) for w, size in zip(written, sizes, strict=True)]
         return node
 
