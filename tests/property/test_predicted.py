@@ -160,7 +160,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
 def test_a_rule_that_the_tape_follows_otherwise_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, rule, changed = PLANTED[name]
     assert callable(getattr(place, rule))
-    for program in islice(programs(3, strict=False), 40):
+    for program in islice(programs(3, strict=False), 60):
         mode, profile = actmem.Full(), profiled(program)
         with monkeypatch.context() as patch:
             patch.setattr(place, rule, changed)
