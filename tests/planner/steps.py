@@ -49,7 +49,7 @@ class Training:
     def measured(self, mode: Any = None) -> actmem.Measurement:
         """Measure a step in which all that is learnt in the first steps is known: the last of its batches.
 
-        The peak that it has is that of tensors: no prediction knows what a kernel takes for itself.
+        The peak that it has is that of tensors: a fake profile does not know what a kernel takes for itself.
         """
         if mode is not None:
             with actmem.apply(self.model, mode, blocks=None if isinstance(mode, actmem.Plan) else self.blocks):

@@ -113,6 +113,23 @@ def test_a_profile_is_read_back_equal() -> None:
         assert Profile.from_json(profile.to_json()) == profile
 
 
+def test_a_real_step_leaves_no_gradient_on_a_leaf_that_a_module_holds() -> None:
+    class Prompted(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(*stack())
+            self.prompt = torch.zeros(32, requires_grad=True)  # not a parameter
+            self.held = torch.zeros(32, requires_grad=True)
+            self.held.grad = torch.ones(32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + self.prompt + self.held)
+
+    model = Prompted()
+    actmem.profile(model, rows(8), loss=mean, fake=False)
+    assert model.prompt.grad is None
+    assert model.held.grad is not None and torch.equal(model.held.grad, torch.ones(32))
+
+
 def test_what_is_no_profile_is_refused() -> None:
     text = Profile().to_json()
     for wrong in ("", "[1, 2]", "{}", text[:-5], text.replace('"layers":[]', '"layers":[{}]')):

@@ -139,6 +139,29 @@ def test_what_is_predicted_is_what_is_measured(name: str) -> None:
     check(name, NUM_PROGRAMS, 7 + len(name))
 
 
+ONCE_WRONG = {
+    "a gradient that the step before left on a leaf": Program(
+        1171223747,
+        strict=True,
+        num_steps=5,
+        skip=frozenset({(0, 2), (1, 2), (1, 0), (1, 1), (0, 3), (1, 3), (1, 4)}),
+        again=True,
+    ),
+    "an empty tensor that out= resizes": Program(
+        962587981,
+        num_steps=7,
+        skip=frozenset({(0, 1), (0, 2), (0, 4), (0, 5), (0, 0), (1, 1), (0, 3), (0, 6)}),
+    ),
+}
+"""What was found by longer searches, and is mended."""
+
+
+@pytest.mark.parametrize("name", ONCE_WRONG)
+def test_what_was_once_predicted_wrong_is_right(name: str) -> None:
+    program, mode = ONCE_WRONG[name], actmem.Full()
+    assert actmem.predict(profiled(program), mode).tensor_bytes == measured(program, mode)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 @pytest.mark.parametrize("name", SEARCHES)

@@ -160,7 +160,7 @@ def _measured(loaded: Loaded, asked: Measure, mode: Mode | Plan | None, profile:
     return project(
         StepShown,
         found,
-        predicted_bytes=follow(profile, plan_of(profile, SaveEverything() if mode is None else mode)).peak_bytes,
+        predicted_bytes=follow(profile, plan_of(profile, SaveEverything() if mode is None else mode)).tensor_bytes,
         peak_at=str(found.peak_op or "the start"),
         num_replayed=found.num_replayed_ops,
         seconds=seconds,

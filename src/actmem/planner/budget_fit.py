@@ -263,7 +263,7 @@ def fit_profile(
                 accelerator=is_accelerator(known),
             )
             raise BudgetError(text)
-        plan, found = _written(chief, solution.keeps, target_bytes, limit_bytes, where)
+        plan, found = _written(chief, solution.keeps, target_bytes, budget_bytes, where)
         if found.peak_bytes <= limit_bytes:
             break
         # The solver treats layers as independent. Copies that one makes for another come on top: leave room for them.
