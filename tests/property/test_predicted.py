@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from random import Random
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import actmem
 from actmem import Plan, Rule
@@ -54,6 +57,35 @@ class Runner:
         self.model().backward()
 
 
+class _Made(TorchDispatchMode):
+    """Notes the storages that a step makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.storages += [weakref.ref(t.untyped_storage()) for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        return out
+
+
+def is_freed(program: Program) -> bool:
+    """Return whether plain training frees what a step makes.
+
+    torch does not where a node saved the tensor that it wrote, as that of `t.mul_(t)` does, and backward does not reach
+    it: the node holds itself. A profile saves through hooks, and cannot see that.
+    """
+    runner = Runner(program)
+    runner.reset()
+    with _Made() as made:
+        runner.step()
+    stays = [runner.model.leaf, runner.model.other, *runner.model.parameters(), *runner.model.buffers()]
+    stays += [t.grad for t in stays if t.grad is not None]
+    kept = {id(t.untyped_storage()) for t in stays}
+    return all(id(s) in kept for r in made.storages if (s := r()) is not None)
+
+
 def profiled(program: Program) -> Profile:
     runner = Runner(program)
     runner.reset()
@@ -73,12 +105,12 @@ def measured(program: Program, mode: Any) -> int:
 
 
 def programs(seed: int, *, strict: bool) -> Iterator[Program]:
-    """Return programs that plain autograd accepts."""
+    """Return programs that plain autograd accepts, and whose memory it frees."""
     for n in count():
         r = Random(seed * 1009 + n)
         drawn = Program(r.randrange(2**31), strict=strict, num_steps=r.randrange(4, 14), again=r.random() < 0.3)
         accepted = settled(drawn)
-        if accepted is not None:
+        if accepted is not None and is_freed(accepted[0]):
             yield accepted[0]
 
 
@@ -152,14 +184,27 @@ ONCE_WRONG = {
         num_steps=7,
         skip=frozenset({(0, 1), (0, 2), (0, 4), (0, 5), (0, 0), (1, 1), (0, 3), (0, 6)}),
     ),
+    "one that is held": Program(
+        1928077218,
+        num_steps=13,
+        skip=frozenset({(1, 11), (1, 6), (1, 10), (1, 5)}),
+    ),
 }
 """What was found by longer searches, and is mended."""
 
 
 @pytest.mark.parametrize("name", ONCE_WRONG)
 def test_what_was_once_predicted_wrong_is_right(name: str) -> None:
-    program, mode = ONCE_WRONG[name], actmem.Full()
-    assert actmem.predict(profiled(program), mode).tensor_bytes == measured(program, mode)
+    assert difference(ONCE_WRONG[name], lambda _: actmem.Full()) is None
+
+
+def test_a_node_that_holds_itself_is_found() -> None:
+    program = Program(
+        1243268109,
+        num_steps=11,
+        skip=frozenset({(0, 7), (0, 10), (1, 10), (0, 5), (1, 1), (1, 9), (0, 6)}),
+    )
+    assert not is_freed(program)
 
 
 @pytest.mark.slow

@@ -96,6 +96,7 @@ class _Ledger(ByteLedger):
         self._watched: dict[int, int] = {}
         """Key of a living storage -> its number."""
         self.sizes: dict[int, int] = {}
+        """Number -> its bytes; of one that died, those that it then had."""
 
     def number(self, storage: torch.UntypedStorage) -> int:
         """Return the number of a storage that a block made or read."""
@@ -113,6 +114,7 @@ class _Ledger(ByteLedger):
         super()._died(entry)
         number = self._watched.pop(entry.key, None)
         if number is not None:
+            self.sizes[number] = 0 if entry.external else entry.nbytes  # `out=` may have resized it
             self._log.append(StorageDied(number))
 
 
