@@ -12,7 +12,10 @@ from torch import nn
 
 import actmem
 from actmem import Rule
+from actmem.devices import device
+from actmem.planner import fit_profile
 from actmem.planner.solver import smallest_peak
+from actmem.units import size
 from tests.further_models import UNUSUAL, build
 from tests.planner.steps import DEVICE
 
@@ -71,6 +74,20 @@ def test_a_real_profile_predicts_what_is_measured(name: str, mode: str) -> None:
 
 def test_a_fake_profile_of_one_block_that_is_called_three_times_is_no_other() -> None:
     same("albert", MODES["full"], fake=True)
+
+
+def test_a_budget_below_every_exact_plan_is_kept_by_a_named_mode() -> None:
+    profile = profiled("mra", fake=False)
+    least = actmem.predict(profile, MODES["full"]).peak_bytes
+    assert least < smallest_peak(profile)[0]
+    plan = fit_profile([profile], least, device(DEVICE))
+    assert plan.predicted is not None
+    assert not plan.exact and plan.predicted.bound == 1.0 and plan.predicted.gap > 0
+    assert measured("mra", plan) == actmem.predict(profile, plan).tensor_bytes <= least
+    with pytest.raises(actmem.BudgetError) as error:
+        fit_profile([profile], least // 2, device(DEVICE))
+    assert f"The smallest peak is {size(least)}" in str(error.value)
+    assert "can be below" not in str(error.value)
 
 
 @pytest.mark.slow

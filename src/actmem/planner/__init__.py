@@ -1,9 +1,10 @@
 """Choosing a plan for a budget: what a plan costs, the best one, and how far from the proven optimum it is."""
 
 from actmem.planner.batch_growth import Largest, check_sizes, largest
-from actmem.planner.budget_fit import Allowance, allowance, fit, fit_profile, fit_profiles, named_keeps
+from actmem.planner.budget_fit import Allowance, allowance, fit, fit_profile, fit_profiles
 from actmem.planner.budget_guard import Guard
 from actmem.planner.cost_frontier import NAMED, Frontier, Point, frontier
+from actmem.planner.named_modes import named_keeps
 from actmem.planner.rules_writer import slices
 
 __all__ = [

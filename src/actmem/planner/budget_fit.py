@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from actmem.decisions import Decision
 from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
-from actmem.modes import Full, Selective, every_second
 from actmem.plan import FitRecord, Plan
+from actmem.planner.named_modes import named_keeps, named_steps
 from actmem.planner.rules_writer import ANY, loosened, write_rules
-from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, really_kept, solve
+from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, solve
 from actmem.profiles import Profile
 from actmem.profiling import called_as, check_step, profiles
 from actmem.settings import STORES, Offload
@@ -35,7 +35,7 @@ from actmem.simulation import (
 from actmem.structure import check_module
 from actmem.units import parse_budget, size
 
-__all__ = ["Allowance", "allowance", "fit", "fit_profile", "fit_profiles", "named_keeps", "refusal"]
+__all__ = ["Allowance", "allowance", "fit", "fit_profile", "fit_profiles", "refusal"]
 
 
 @dataclass(frozen=True)
@@ -254,9 +254,15 @@ def fit_profile(
                 solution = replace(again, time_limit_hit=again.time_limit_hit or solution.time_limit_hit)
         solution = _same_each_time(chief, solution, seconds, whole, target_bytes)
         if not solution.feasible:
+            by_names = named_steps(chief)
+            by_name = _by_name(chief, by_names, seconds, whole, limit_bytes, budget_bytes)
+            if by_name is not None:
+                plan, found, solution = by_name
+                break
             text = refusal(
                 chief,
                 solution,
+                by_names,
                 budget_bytes,
                 offloaded=where is not None,
                 headroom=headroom,
@@ -270,6 +276,37 @@ def fit_profile(
         target_bytes -= found.peak_bytes - limit_bytes
     _check_peaks(plan, [p for p in profiles if p is not chief], chief, limit_bytes)
     return replace(plan, predicted=_predicted(chief, solution, found, budget_bytes, known, whole, headroom))
+
+
+def _by_name(
+    chief: Profile,
+    named: Sequence[tuple[Plan, Simulated]],
+    seconds: Sequence[float],
+    whole: float,
+    limit_bytes: int,
+    budget_bytes: int,
+) -> tuple[Plan, Simulated, Solution] | None:
+    """Return the fastest named mode that fits, for a budget below the peak of every exact plan. Nothing bounds it."""
+    fitting: list[tuple[float, Plan, Simulated]] = []
+    for plan, found in named:
+        if found.peak_bytes <= limit_bytes:
+            fitting.append((sum(seconds[cost] for cost in _replayed(chief, found)), plan, found))
+    if not fitting:
+        return None
+    replayed, plan, found = min(fitting, key=lambda tried: tried[0])
+    solution = Solution(
+        feasible=True,
+        keeps=decisions(chief, plan),
+        peak_bytes=found.peak_bytes,
+        replay_seconds=replayed,
+        stall_seconds=0.0,
+        replayed_flops=sum(chief.costs[cost].flops for cost in _replayed(chief, found)),
+        sent_bytes=0,
+        bound_seconds=0.0,
+        gap=replayed / whole if whole else 0.0,
+        solver_seconds=0.0,
+    )
+    return replace(plan, mode=f"fit(budget={budget_bytes})"), found, solution
 
 
 def _written(
@@ -321,21 +358,6 @@ _NEAR = 5e-4
 
 def _everything(p: Profile) -> Keeps:
     return [[Decision.SAVE] * len(layer.calls) for layer in p.layers]
-
-
-def named_keeps(p: Profile) -> list[Keeps]:
-    """Return what the named modes hold: the plan must be no worse than any of them."""
-    modes = (
-        Full(),
-        Selective(save=["attention"]),
-        Selective(save=["attention", every_second("matmul|convolution")]),
-        Selective(save=["attention", "matmul", "grouped_matmul"]),
-    )
-    found: list[Keeps] = []
-    for mode in modes:
-        plan = Plan(mode.rules(), p.blocks, p.fingerprint, repr(mode))
-        found.append(really_kept(p, decisions(p, plan), follow(p, plan).held))
-    return found
 
 
 def _offload(offload: str | Offload | None, known: Device, in_flight_bytes: int) -> Offload | None:
@@ -474,10 +496,22 @@ def _check_peaks(plan: Plan, others: Sequence[Profile], chief: Profile, budget_b
             )
 
 
-def refusal(p: Profile, s: Solution, budget_bytes: int, *, offloaded: bool, headroom: float, accelerator: bool) -> str:
+def refusal(
+    p: Profile,
+    s: Solution,
+    named: Sequence[tuple[Plan, Simulated]],
+    budget_bytes: int,
+    *,
+    offloaded: bool,
+    headroom: float,
+    accelerator: bool,
+) -> str:
     """Write the message for a budget that cannot be met."""
-    simulated = simulate(p, s.keeps, exact=True, timeline=True)
-    peak = s.peak_bytes + (0 if accelerator else p.numbers_bytes)
+    keeps, exact, simulated = s.keeps, True, simulate(p, s.keeps, exact=True, timeline=True)
+    for plan, found in named:
+        if found.peak_bytes < simulated.peak_bytes:
+            keeps, exact, simulated = decisions(p, plan), False, found
+    peak = simulated.peak_bytes + (0 if accelerator else p.numbers_bytes)
     layer = simulated.peak_layer
     where = f"in {p.layers[layer].path or 'the model itself'}" if layer >= 0 else "outside the blocks"
     rest = peak - p.base_bytes + (p.starting_gradients_bytes if p.is_step else 0)
@@ -494,11 +528,11 @@ def refusal(p: Profile, s: Solution, budget_bytes: int, *, offloaded: bool, head
         f"no plan fits {size(budget_bytes)}{less}. The smallest peak is {size(peak)}, at {simulated.peak_op} {where}: "
     )
     lines = [first + f"{', '.join(parts)}."]
-    if s.least_peak_bytes is not None:
+    if exact and s.least_peak_bytes is not None:
         lines[0] += f" No plan of these blocks can be below {size(s.least_peak_bytes)}."
     if s.time_limit_hit:
         lines.append("The search was stopped by time_limit: a longer one may find a smaller peak.")
-    helps = lowering(p, s.keeps, simulated, exact=True, offloaded=offloaded, accelerator=accelerator)
+    helps = lowering(p, keeps, simulated, exact=exact, offloaded=offloaded, accelerator=accelerator)
     lines += [f"What would help: {text}" for text in helps]
     enough = math.ceil(peak / (1 - headroom) / 2**20) * 2**20
     lines.append(f"Or allow it: budget={enough} ({size(enough)}).")
