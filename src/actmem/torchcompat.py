@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "active_compiler",
     "after_backward",
     "alias",
     "alias_in_handler",
@@ -39,9 +41,13 @@ __all__ = [
     "apart_from_graphs",
     "attention_backends",
     "backward_code",
+    "begin_versions_anew",
     "below_autograd",
+    "break_graph",
     "checkpoint",
+    "compiled_functions",
     "compiler_budget",
+    "compiling",
     "compute_intensive",
     "counting_versions",
     "current_autograd_node",
@@ -52,12 +58,14 @@ __all__ = [
     "graph_is_kept",
     "hand_out_parameters",
     "has_storage",
+    "is_compiled_backward",
     "is_composite",
     "is_traceable_wrapper_subclass",
     "is_wrapper",
     "keep_graph_order",
     "log_allocations",
     "logged_allocations",
+    "module_call",
     "module_stack",
     "named_buffers",
     "named_modules",
@@ -65,11 +73,14 @@ __all__ = [
     "num_bytes",
     "num_storage_uses",
     "numerics",
+    "on_compiled_function",
+    "op_name",
     "opened_parameter",
     "outer_hooks",
     "resolving_bits",
     "restore_numerics",
     "saved_by_partitioner",
+    "seen_region",
     "selective_contexts",
     "set_compiler_budget",
     "sizes",
@@ -109,6 +120,7 @@ try:
     _has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_key
     _eval_frame: Any = _C._dynamo.eval_frame
     _SKIP: Any = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+    _SKIP_ALONE: Any = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
     _get_precision: Callable[[str, str], str] = _C._get_fp32_precision_getter
     _set_precision: Callable[[str, str, str], Any] = _C._set_fp32_precision_setter
     _no_dispatch: Any = _C._disabled_torch_dispatch_impl
@@ -124,7 +136,10 @@ try:
     current_graph_task: Callable[[], int] = _C._current_graph_task_id
     graph_is_kept: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
     backward_code: Any = torch.autograd.graph._engine_run_backward.__code__  # pyright: ignore[reportPrivateUsage]
+    _module: Any = torch.nn.Module
+    module_call: Any = _module._wrapped_call_impl.__code__
     _engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
+    _set_versions: Callable[[Any, Any], None] = _C._autograd._unsafe_set_version_counter
     _peek_functorch: Callable[[], Any] = _C._functorch.peek_interpreter_stack
 except AttributeError as missing:  # pragma: no cover - depends on the installed torch
     raise ImportError(
@@ -232,6 +247,36 @@ def never_compile(function: Fn) -> Fn:
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
+
+
+def break_graph() -> None:
+    """End a graph here, while a frame is being compiled."""
+    torch._dynamo.graph_break()  # pyright: ignore[reportPrivateUsage]
+
+
+def active_compiler() -> Any:
+    """Return what turns the frames that run now into compiled ones; None if nothing does."""
+    found = _eval_frame.get_eval_frame_callback()
+    return found if callable(found) else None
+
+
+_eval_frame.set_code_exec_strategy(active_compiler.__code__, _SKIP_ALONE)
+
+
+def compiling(function: Callable[..., Any], compiler: Any) -> Callable[..., Any]:
+    """Return a function whose frames are compiled, if there is a compiler, although it is called by one that is not."""
+    if compiler is None:
+        return function
+
+    @never_compile
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        before = _eval_frame.set_eval_frame(compiler)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _eval_frame.set_eval_frame(before)
+
+    return compiled
 
 
 def named_modules(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
@@ -404,6 +449,73 @@ def saved_by_partitioner(listener: Callable[[list[Any]], None]) -> None:
     module._extract_fwd_bwd_modules = tell
 
 
+def compiled_functions() -> Iterator[Any]:
+    """Yield the autograd Functions that torch.compile has made in this process: one for each graph with a backward."""
+    for kind in torch.autograd.Function.__subclasses__():
+        if hasattr(kind, "_aot_id") and hasattr(kind, "compiled_fw"):
+            yield kind
+
+
+def is_compiled_backward(node: Any) -> bool:
+    """Return whether a backward step is that of a compiled graph."""
+    return hasattr(getattr(node, "_forward_cls", None), "_aot_id")
+
+
+def on_compiled_function(listener: Callable[[Any], None]) -> bool:
+    """Call the listener with every Function that torch.compile makes from now on. False if this torch cannot tell.
+
+    Nothing is compiled before its compiler is imported, so nothing is done before that either.
+    """
+    module: Any = sys.modules.get("torch._functorch._aot_autograd.runtime_wrappers")
+    if module is None:
+        return True
+    factory: Any = getattr(module, "_AOTDispatchAutogradFunctionFactory", None)
+    build: Any = getattr(factory, "build", None)
+    if build is None:
+        return False
+    if build.__name__ == _BUILDING:
+        return True
+
+    def build_and_tell(self: Any) -> Any:
+        kind = build(self)
+        listener(kind)
+        return kind
+
+    build_and_tell.__name__ = _BUILDING
+    factory.build = build_and_tell
+    for kind in compiled_functions():
+        listener(kind)
+    return True
+
+
+def op_name(func: Any) -> str:
+    """Return the full name of an operator, such as "aten.mm.default"; a function that is recorded whole has its own.
+
+    >>> op_name(torch.ops.aten.mm.default), op_name(torch.ops.higher_order.cond), op_name("replayable.f")
+    ('aten.mm.default', 'higher_order.cond', 'replayable.f')
+    """
+    if isinstance(func, str) or hasattr(func, "_schema"):
+        return str(func)
+    return f"higher_order.{func.name()}"
+
+
+def seen_region(call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+    """Call a compiled graph so that the active dispatch modes see it as one operator, if all of them can."""
+    modes = dispatch_modes()
+    if not modes or not all(getattr(mode, "sees_regions", False) for mode in modes):
+        return call(args)
+    from torch._higher_order_ops.wrap import InductorCompiledCallable, inductor_compiled_code
+
+    region: Any = inductor_compiled_code
+    return region(InductorCompiledCallable(call), args)
+
+
+def begin_versions_anew(tensors: list[torch.Tensor]) -> None:
+    """Set the version counters of tensors that nobody has saved yet to 0."""
+    _set_versions(tuple(tensors), (0,) * len(tensors))
+
+
+_BUILDING = "build_and_tell"
 _TELLING = "tell_what_is_saved"
 _CLEANING = "save_what_is_preferred"
 _PARTITION_LISTENER: list[Callable[[list[Any]], None]] = []

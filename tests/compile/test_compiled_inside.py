@@ -1,4 +1,4 @@
-"""A compiled function inside a block that is not compiled stays compiled, and what it compiled never runs again."""
+"""A compiled function inside a block that is not compiled stays compiled, and runs as often as the report says."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +31,7 @@ MODES: dict[str, Mode] = {
 }
 ONCE = {"forward": NUM_BLOCKS, "backward": NUM_BLOCKS}
 """The runs of compiled graphs in one step of plain training."""
+REGION = "higher_order.inductor_compiled_code"
 NUM_STEPS = 3  # a first call is observed, the second may know a smaller cut, the third is as all others
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own, of many kinds
@@ -43,13 +44,18 @@ def _fresh() -> Iterator[None]:
 
 
 def trained(model: nn.Module, mode: Mode, counting: Counting, plain: dict[str, Any]) -> Report:
-    """Train under a mode; every step is plain training to the bit, and runs every compiled graph once a block."""
-    counting.runs.clear()
+    """Train under a mode; every step is plain training to the bit, and runs each graph once, and once more if replayed.
+
+    Those of aot_eager are never replayed as a whole: their operators are.
+    """
     with actmem.apply(model, mode) as applied:
-        for n in range(NUM_STEPS):
+        for _ in range(NUM_STEPS):
+            counting.runs.clear()
             assert_same_bits(plain, step(model))
-            assert counting.runs == {kind: (n + 1) * runs for kind, runs in ONCE.items()}, mode
+            runs = counting.runs.copy()
         report = applied.report()
+    again = sum(kind.num_blocks for kind in report.kinds if any(r.op == REGION and r.replayed for r in kind.rows))
+    assert runs == ONCE | {"forward": NUM_BLOCKS + again}, mode
     if isinstance(mode, SaveEverything):
         assert report.num_replayed == 0
     else:
@@ -63,15 +69,15 @@ def replayed(report: Report, module: str) -> set[str]:
 
 @pytest.mark.parametrize("mlp", MLPS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_compiled_attention_stays_compiled_and_runs_once_forward_and_once_backward(backend: str, mlp: str) -> None:
+def test_a_compiled_attention_stays_compiled_and_is_replayed_as_a_whole(backend: str, mlp: str) -> None:
     counting = Counting(backend)
     model = build(torch.compile(attention, backend=counting.backend, fullgraph=True), mlp)
     plain = step(model)
     assert counting.runs == ONCE
     for mode in MODES.values():
         report = trained(model, mode, counting, plain)
-        if backend == "inductor":  # all that is left beside the region is the copy that merges the heads
-            assert replayed(report, "attention") <= {"aten.clone.default"}
+        if backend == "inductor" and isinstance(mode, Full):
+            assert REGION in replayed(report, "attention")
     assert counting.graphs == {"forward": 1, "backward": 1}, "no mode has it compiled anew"
 
 
@@ -107,8 +113,7 @@ def test_a_compiled_attention_module_stays_compiled(how: str) -> None:
 
 
 @pytest.mark.parametrize("mlp", MLPS)
-def test_a_wrapped_region_is_one_operator_that_is_saved_and_never_runs_again(mlp: str) -> None:
-    region = "higher_order.inductor_compiled_code"
+def test_a_region_that_torch_shows_as_one_operator_is_no_other(mlp: str) -> None:
     with torch._inductor.config.patch(wrap_inductor_compiled_regions=True):
         counting = Counting("inductor")
         model = build(torch.compile(attention, backend=counting.backend, fullgraph=True), mlp)
@@ -116,12 +121,12 @@ def test_a_wrapped_region_is_one_operator_that_is_saved_and_never_runs_again(mlp
         assert counting.runs == ONCE
         for mode in (*MODES.values(), Selective(save=["compiled"])):
             report = trained(model, mode, counting, plain)
-            rows = [row for kind in report.kinds for row in kind.rows if row.op == region]
+            rows = [row for kind in report.kinds for row in kind.rows if row.op == REGION]
             assert rows, "the region is seen"
             assert {row.module for row in rows} == {"attention"}
-            assert not any(row.replayed for row in rows)
-            assert all(row.decision in ("save", "never") for row in rows)
-            assert replayed(report, "attention") <= {"aten.clone.default"}, "and nothing of its inside is"
+            again = any(row.replayed for row in rows)
+            assert again or not isinstance(mode, Full)
+            assert not (again and mode in (SaveEverything(), Selective(save=["compiled"])))
 
 
 def test_gradients_of_lengths_that_are_compiled_anew_are_those_of_plain_training() -> None:

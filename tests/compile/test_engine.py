@@ -22,7 +22,6 @@ from actmem import (
     Rules,
     Selective,
     Targets,
-    UnsupportedError,
     every_second,
 )
 from actmem.modes import Mode
@@ -124,7 +123,7 @@ GIVEN_UP = ("llama_use_cache", "moe_topk", "torchtitan_moe", "gemma4_shared_kv")
         for mode in MODES
     ],
 )
-def test_a_block_that_no_graph_takes_in_has_the_bits_of_eager_plain_training(name: str, mode: str) -> None:
+def test_a_block_that_no_graph_takes_in_has_the_bits_of_plain_training(name: str, mode: str) -> None:
     case = ZOO[name]
     plain = trained(case, None, "eager")
     managed = trained(case, MODES[mode](case), "block.compile")
@@ -134,7 +133,7 @@ def test_a_block_that_no_graph_takes_in_has_the_bits_of_eager_plain_training(nam
     report = managed.applied.report()
     assert report.kinds and report.num_replayed > 0
     if name != "llama_use_cache":  # there Dynamo gives up before it reaches the block
-        assert any("could not take in the whole block" in note for note in report.notes)
+        assert any(note.startswith("the graph breaks inside ") for note in report.notes)
 
 
 @pytest.mark.slow
@@ -245,7 +244,7 @@ def test_a_block_that_breaks_the_graph_goes_to_the_tape_and_the_report_says_so(h
     assert not report.compiled
     assert [kind.paths for kind in report.kinds] == [("layers.0", "layers.1")]
     assert report.held_bytes < report.plain_bytes and report.num_replayed > 0
-    assert "run in eager although compiled" in str(report) and "layers.0 ... layers.1 (2 blocks)" in str(report)
+    assert any(note.startswith("the graph breaks inside layers.0 ... layers.1 (2 blocks): ") for note in report.notes)
 
 
 def _renamed(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -469,17 +468,25 @@ def test_engine_tape_keeps_the_blocks_out_of_compiled_graphs() -> None:
     assert not report.compiled and report.num_replayed > 0
 
 
-# ---------------------------------------------------------------- refused
+# ---------------------------------------------------------------- offloaded
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_an_offload_decision_is_refused_in_a_compiled_block(how: str, tmp_path: Path) -> None:
+def test_an_offload_decision_in_a_compiled_block_is_carried_out_at_the_border_of_its_graphs(
+    how: str, tmp_path: Path
+) -> None:
     model = Stack(Tiny)
-    mode = Rules([Rule("offload", op="matmul"), Rule("save")], offload=Offload(to="disk", directory=str(tmp_path)))
-    with actmem.apply(model, mode):
+    plain = stepped(model, compiled(model, how))
+    torch._dynamo.reset()
+    model = Stack(Tiny)
+    how_far = Offload(to="disk", directory=str(tmp_path), min_bytes=0)
+    with actmem.apply(model, Rules([Rule("offload", op="matmul"), Rule("save")], offload=how_far)) as applied:
         call = compiled(model, how)
-        with pytest.raises(UnsupportedError, match=r"layers\.0 is compiled, and its plan offloads, which no compiled"):
-            call(torch.ones(2, 6, 8, requires_grad=True))
+        for _ in range(3):
+            assert differing(_renamed(plain), _renamed(stepped(model, call))) == []
+        report = applied.report()
+    assert report.offloaded_bytes > 0
+    assert any(note.startswith("the plan offloads at the borders of the graphs of ") for note in report.notes)
 
 
 # ---------------------------------------------------------------- one part after the other

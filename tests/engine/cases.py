@@ -166,7 +166,7 @@ def compare(
     assert report.num_replayed > 0
     counts = replayed(report)
     for op in replays:
-        assert any(name.startswith(f"{op}.") for name in counts), f"{op} was not replayed: {dict(counts)}"
+        assert any(f"{name}.".startswith(f"{op}.") for name in counts), f"{op} was not replayed: {dict(counts)}"
     return report
 
 

@@ -38,12 +38,13 @@ COMPILED = {
 @pytest.mark.parametrize("wrapped", [False, True], ids=["unwrapped", "wrapped"])
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, of many kinds
-def test_a_compiled_function_inside_a_block_is_never_replayed(name: str, wrapped: bool) -> None:
+def test_a_compiled_function_inside_a_block_is_replayed_as_a_whole(name: str, wrapped: bool) -> None:
     torch._dynamo.reset()
     with torch._inductor.config.patch(wrap_inductor_compiled_regions=wrapped):
         function = torch.compile(COMPILED[name])
         for mode in MODES.values():
-            compare(lambda: stack(lambda block, h: (function(h.sin(), block.v) + 1).cos()), mode, replays=["aten.sin"])
+            replays = ["aten.sin", "higher_order.inductor_compiled_code"]
+            compare(lambda: stack(lambda block, h: (function(h.sin(), block.v) + 1).cos()), mode, replays=replays)
 
 
 # -------------------------------------------------------------------- A3 to A6: changed after the forward pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import TracebackType
@@ -15,7 +15,7 @@ from actmem import ops
 from actmem.applying.applied_block import BlockRunner, SharedState, applied_runner, install, uninstall
 from actmem.decision_rules import Rule, Slices
 from actmem.decisions import Decision
-from actmem.engine import BlockFamily, Compilation, Verdicts, resolve
+from actmem.engine import BlockFamily, Compilation, Verdicts, record_compiled_regions, resolve
 from actmem.errors import ApplyError, ModeError, PlanError, StructureError
 from actmem.modes import Budget, FromPlan, Mode, Selective
 from actmem.offloading import Offloader, make_offloader
@@ -106,17 +106,31 @@ class Applied:
             )
         if self.plan.offload is not None and self.plan.offload.pin and not torch.accelerator.is_available():
             notes.append("pin = True has no meaning here: there is no accelerator, and so no page-locked memory.")
-        given_up = tuple(s.path for s in self._runners if s.given_up)
-        if given_up:
-            notes.append(
-                f"run in eager although compiled, because torch.compile could not take in the whole block: "
-                f"{paths_of(given_up)}. TORCH_LOGS=graph_breaks tells why; for a transformers model, "
-                "use_cache=False is often all it needs."
-            )
+        notes += self._broken()
         skipped = [s.path for s in self._runners if s.num_without_gradient and s.decisions is None]
         if skipped:
             notes.append(f"skipped, because no gradient flows through: {paths_of(tuple(skipped))}.")
+        if not record_compiled_regions():
+            notes.append(
+                f"this torch ({torch.__version__}) does not say when it has compiled a function, so what compiled "
+                "functions inside blocks save is held. actmem knows the compiler of torch 2.13."
+            )
         return notes
+
+    def _broken(self) -> Iterator[str]:
+        """Say what became of compiled blocks that are not one graph."""
+        found: dict[tuple[bool, bool], list[str]] = {}
+        for s in self._runners:
+            if s.given_up:
+                found.setdefault((s.family.offloads, s.family.has_pieces), []).append(s.path)
+        for (offloads, has_pieces), paths in found.items():
+            why = "the plan offloads at the borders of the graphs of" if offloads else "the graph breaks inside"
+            then = (
+                "the pieces that torch.compile can take run compiled, each as one operator, and the rest runs in eager"
+                if has_pieces
+                else "the plan names modules, which compiled pieces would hide, so all of it runs in eager"
+            )
+            yield f"{why} {paths_of(tuple(paths))}: {then}. TORCH_LOGS=graph_breaks tells where the pieces end."
 
     def check_replay(self, num_calls: int = 1) -> None:
         """Observe the next calls of every block, and compare each replayed value with a checksum of the dropped one."""

@@ -41,17 +41,20 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from actmem import ops
 from actmem.engine import (
     DESCRIBED,
     Away,
     BlockFamily,
     Cut,
-    Following,
     Observation,
+    Places,
     Tape,
     Traced,
     Tracer,
     log_once,
+    record_compiled_regions,
+    recording,
     run_checkpointed,
     smallest_cut,
     storages_of,
@@ -64,8 +67,11 @@ from actmem.plan import Plan
 from actmem.reporting import paths_of
 from actmem.settings import Offload
 from actmem.torchcompat import (
+    active_compiler,
     apart_from_graphs,
+    break_graph,
     checkpoint,
+    compiling,
     functorch_transform,
     hand_out_parameters,
     never_compile,
@@ -212,25 +218,28 @@ def _forward(original: Any, family: BlockFamily, runners: dict[int, BlockRunner]
     is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
     @never_compile
-    def run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any = None) -> Any:
         runner = runners.get(id(self))
         if runner is None:
             # A replica, as DataParallel makes them, has no runner of its own; other instances of the class run plain.
             if not hasattr(self, "_is_replica"):
                 return original.forward(self, *args, **kwargs)
             runner = next(iter(runners.values()))
-        return runner.run(self, original.forward, args, kwargs)
+        pieces = compiler if family.has_pieces else None
+        return runner.run(self, compiling(original.forward, pieces), args, kwargs)
 
     @never_compile
-    def given_up(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def given_up(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Any) -> Any:
         if (runner := runners.get(id(self))) is not None:
             runner.given_up = True
-        return run(self, args, kwargs) if is_grad_enabled() else original.forward(self, *args, **kwargs)
+        if is_grad_enabled():
+            return run(self, args, kwargs, compiler)
+        return compiling(original.forward, compiler)(self, *args, **kwargs)
 
     @apart_from_graphs
     def refuse(self: nn.Module) -> Any:
         raise UnsupportedError(
-            f"{runners[id(self)].path} is compiled, and its plan {family.refused}, which no compiled graph does. "
+            f"{runners[id(self)].path} is compiled, and its plan keeps a budget, which no compiled graph does. "
             "Keep the block out of graphs: actmem.apply(..., engine='tape'), or choose another mode."
         )
 
@@ -238,7 +247,7 @@ def _forward(original: Any, family: BlockFamily, runners: dict[int, BlockRunner]
 
     def traced(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_compiling():
-            return given_up(self, args, kwargs)  # see NOTE [ Under torch.compile ]
+            return given_up(self, args, kwargs, active_compiler())  # see NOTE [ Under torch.compile ]
         if not (self.training and is_grad_enabled() and family.active) or family.verdicts_keep_everything:
             return original.forward(self, *args, **kwargs)
         if family.refused:
@@ -247,6 +256,8 @@ def _forward(original: Any, family: BlockFamily, runners: dict[int, BlockRunner]
             return apart(self, args, kwargs)
         # A graph break inside a `try` makes Dynamo give up this frame, and only then can the tape have it.
         try:
+            if family.offloads:
+                break_graph()
             return checkpoint(original.forward, self, *args, use_reentrant=False, context_fn=context, **kwargs)
         finally:
             pass
@@ -255,7 +266,7 @@ def _forward(original: Any, family: BlockFamily, runners: dict[int, BlockRunner]
         if is_compiling():
             return traced(self, args, kwargs)
         if is_grad_enabled():
-            return run(self, args, kwargs)
+            return run(self, args, kwargs, active_compiler())
         return original.forward(self, *args, **kwargs)
 
     return forward
@@ -337,10 +348,7 @@ class BlockRunner:
 
     @never_compile
     def run(self, block: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the block's own forward, under an engine if this call needs one.
-
-        Where Dynamo gave up on the block, it must stay out of everything inside too: the tape could not see into it.
-        """
+        """Run the block's own forward, under an engine if this call needs one."""
         if not self.active or self.idle:
             return forward(block, *args, **kwargs)
         if not block.training:
@@ -351,6 +359,7 @@ class BlockRunner:
             self.num_without_gradient += 1
             return forward(block, *args, **kwargs)
         self._refuse(kwargs)
+        record_compiled_regions()
         if self.engine == "checkpoint":
             return self._run_twice(block, forward, args, kwargs)
         if not self.num_checked:
@@ -387,11 +396,12 @@ class BlockRunner:
             reissue=self._reissue,
             away=self._away(),
             exact=self._exact,
+            places=Places(block) if observation is not None or self.verdicts.follows_modules else None,
         )
         try:
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
-                if observation is not None or self._nested or self.verdicts.follows_modules:
-                    with Following(tape, block, self._nested), tape:
+                if self._nested:
+                    with _keeping_outputs(tape, block, self._nested), tape:
                         return forward(block, *args, **kwargs)
                 with tape:
                     return forward(block, *args, **kwargs)
@@ -493,8 +503,9 @@ class SharedState:
         self._warn_of_uncompiled()
         if not self._named or any(s.decisions is None for s in self.runners):
             return
-        if not self._named & set[int]().union(*(s.verdicts.matched for s in self.runners)):
-            seen = sorted({row.op for row in decisions})
+        seen = sorted({row.op for row in decisions})
+        hidden = any(op in ops.GROUPS["compiled"] for op in seen)  # the report lists the rules that matched nothing
+        if not hidden and not self._named & set[int]().union(*(s.verdicts.matched for s in self.runners)):
             raise ModeError(
                 f"{self._plan.mode} matches nothing: no operator that ran in the blocks of this model is among "
                 "its names. "
@@ -534,6 +545,22 @@ def _fsdp_units(block: nn.Module) -> frozenset[int]:
         k for k in (getattr(fsdp, "FSDPModule", None), getattr(fsdp, "FullyShardedDataParallel", None)) if k is not None
     )
     return frozenset(id(m) for m in block.modules() if m is not block and isinstance(m, kinds))
+
+
+@contextlib.contextmanager
+def _keeping_outputs(tape: Tape, block: nn.Module, units: frozenset[int]) -> Generator[None]:
+    """Have a tape hold what these modules return. See `Tape.keep_outputs`."""
+
+    def keep(_: nn.Module, __: Any, out: Any) -> None:
+        if recording() is tape:  # other threads run modules too
+            tape.keep_outputs(out)
+
+    handles = [m.register_forward_hook(keep, prepend=True) for m in block.modules() if id(m) in units]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -7,13 +7,15 @@ or prints.
 - `verdicts.py` decides for each operator by the rules of a plan.
 - `holdings.py`, `barriers.py`, `coverage.py`, `overwrites.py` and `away.py` settle what is held, copied or offloaded.
 - `replay.py` runs recorded operators again, when a value is first needed.
-- `observation.py` notes what ran, for reports, and finds the least that must be held.
+- `observation.py` notes what ran, for reports, and finds the least that must be held; `places.py` says in which module.
+- `compiled_regions.py` has the graphs of compiled functions recorded as one operator each.
 - `eager_checkpoint.py` and `second_forward.py` are torch's own checkpoint under the same plan; `torch.compile` uses it.
 - `pure_functions.py` has `replayable`.
 """
 
 from actmem.engine.away import Away
 from actmem.engine.barriers import all_debts, settle
+from actmem.engine.compiled_regions import record_compiled_regions
 from actmem.engine.eager_checkpoint import BlockFamily, Compilation, KeptValues, run_checkpointed
 from actmem.engine.holding_rules import (
     HOLD,
@@ -34,11 +36,12 @@ from actmem.engine.holding_rules import (
     written_in_place,
 )
 from actmem.engine.holdings import storage_of
-from actmem.engine.observation import Cut, Following, Observation, ObservedOperator, smallest_cut
+from actmem.engine.observation import Cut, Observation, ObservedOperator, smallest_cut
 from actmem.engine.operators import DESCRIBED, REASONS, Operator, describe
+from actmem.engine.places import Places
 from actmem.engine.pure_functions import replayable
 from actmem.engine.replay import asked_by_function, replaying, unpack
-from actmem.engine.tape import Handle, Tape
+from actmem.engine.tape import Handle, Tape, recording
 from actmem.engine.values import (
     KEPT,
     Node,
@@ -66,13 +69,13 @@ __all__ = [
     "BlockFamily",
     "Compilation",
     "Cut",
-    "Following",
     "Handle",
     "KeptValues",
     "Node",
     "Observation",
     "ObservedOperator",
     "Operator",
+    "Places",
     "Tape",
     "Traced",
     "Tracer",
@@ -97,6 +100,8 @@ __all__ = [
     "promote",
     "put_together",
     "reason",
+    "record_compiled_regions",
+    "recording",
     "replay_order",
     "replayable",
     "replaying",

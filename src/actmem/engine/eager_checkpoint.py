@@ -10,7 +10,9 @@ The policy is asked again each time the graph is traced (`context_fn` without a 
 torch's cache on disk), so that a plan never runs a graph that was partitioned for another one.
 
 Where a block cannot be traced whole (a graph break inside), Dynamo gives up on the frame and runs it as it is; then
-`torch.compiler.is_compiling()` is False in it, and the tape takes the block. Nobody has to choose.
+`torch.compiler.is_compiling()` is False in it, and the tape takes the block. Nobody has to choose. What Dynamo makes of
+the pieces of the block runs compiled, and the tape records it (NOTE [ Compiled regions ]). A plan that offloads has the
+frame given up in the same way: only the tape sends values away.
 
 In eager (`engine="checkpoint"`) the same answers drive torch's checkpoint, which runs the block's Python a second time,
 with all that this entails. Whatever can be restored for that second run is restored: random state and autocast by
@@ -30,8 +32,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from actmem.decisions import Decision, Reason
 from actmem.engine.holding_rules import kept_by
-from actmem.engine.observation import Following, Place
 from actmem.engine.operators import Operator, describe
+from actmem.engine.places import Places
 from actmem.engine.second_forward import Keeping, Repeating
 from actmem.engine.verdicts import Traced, Tracer, Verdicts
 from actmem.torchcompat import (
@@ -135,9 +137,12 @@ class BlockFamily:
         self.traceable = traceable
         """Whether a graph may include these blocks; otherwise they stay outside, and the tape runs them."""
         self.verdicts_keep_everything = verdicts.keeps_everything
-        does = "offloads" if verdicts.offloads else "keeps a budget" if exact else ""
-        self.refused = does if traceable else ""
-        """What the plan does that a compiled graph cannot."""
+        self.refused = traceable and exact
+        """Whether the plan is for a budget, which no compiled graph keeps."""
+        self.offloads = verdicts.offloads
+        """Whether values leave at the border of a graph: the tape runs the block, and its pieces are compiled."""
+        self.has_pieces = traceable and not verdicts.looks_into_modules
+        """Whether what Dynamo can compile of a block that it cannot take in as a whole runs compiled."""
         self.active = True
         self.compilation = compilation
         self.needs_answers = not verdicts.recomputes_everything
@@ -198,17 +203,17 @@ def run_checkpointed(
 
         if not family.needs_answers:
             return contextlib.nullcontext(), _Contexts(restored)
-        place, counts = Place(), family.verdicts.new_counts()
+        places, counts = Places(block), family.verdicts.new_counts()
         deciding: Verdicts | Tracer = family.verdicts
         if decisions is not None:
             deciding = Tracer(family.verdicts)
             deciding.rows = decisions
 
         def answer(operator: Operator, args: Any, kwargs: Any, out: Any) -> Reason | None:
-            return _answer(operator, place.address, deciding, counts, out, args, kwargs)
+            return _answer(operator, places.now(), deciding, counts, out, args, kwargs)
 
         keeping = Keeping(answer)
-        first = _Contexts(lambda: Following(place, block), lambda: keeping)
+        first = _Contexts(lambda: keeping)
         return first, _Contexts(restored, lambda: Repeating(keeping.kept))
 
     def forward(*args: Any) -> Any:

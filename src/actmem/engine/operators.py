@@ -38,7 +38,15 @@ from actmem.engine.values import tensors
 from actmem.ops import GROUPS
 from actmem.torchcompat import is_composite, resolving_bits
 
-__all__ = ["DESCRIBED", "REASONS", "UNINITIALISED", "Operator", "describe", "generator_state"]
+__all__ = [
+    "DESCRIBED",
+    "REASONS",
+    "UNINITIALISED",
+    "UNREPEATABLE_ON_ACCELERATOR",
+    "Operator",
+    "describe",
+    "generator_state",
+]
 
 REASONS: dict[Reason, str] = {
     Reason.UNINITIALISED: "born uninitialised; a kernel that the tape cannot see may have filled it",
@@ -111,7 +119,7 @@ _UNREPEATABLE = frozenset({"_ctc_loss", "linalg_lstsq"})
 _ACCUMULATING = frozenset(
     {"index_put", "index_put_", "_index_put_impl_", "_index_put_impl", "_unsafe_index_put", "put", "put_"}
 )
-_UNREPEATABLE_ON_ACCELERATOR = frozenset(
+UNREPEATABLE_ON_ACCELERATOR = frozenset(
     {
         "index_add",
         "index_add_",
@@ -228,7 +236,8 @@ class Operator:
         "writes",
     )
 
-    def __init__(self, func: Any, declared: str | None = None) -> None:
+    def __init__(self, func: Any, packet: str | None = None) -> None:
+        """Describe an overload by its schema; or, if `packet` is its name, a callable that is recorded as a whole."""
         self.func = func
         self.call = func
         """What the tape calls."""
@@ -238,7 +247,7 @@ class Operator:
         """Runs as other operators, and the tape records those. See NOTE [ Undivided ]."""
         self.reissued = False
         """A collective that may run again on request."""
-        self.declared = declared is not None
+        self.declared = packet is not None and packet.startswith("replayable.")
         """A Python function that was declared pure, by `actmem.replayable`."""
         self.view: bool | int = False
         """Computes nothing: every output shares the storage of an input. 2 if it also sets the conj or neg bit."""
@@ -272,10 +281,10 @@ class Operator:
         on."""
         self.numerics = False
         """Its bits depend on the flags of `torchcompat.numerics`."""
-        if declared is None:
+        if packet is None:
             self._read_schema()
-        else:  # by actmem.replayable: pure on its author's word
-            self.packet = self.name = f"replayable.{declared}"
+        else:
+            self.packet = self.name = packet
             self.overload = ""
         self.plain = not (
             self.view
@@ -356,7 +365,7 @@ class Operator:
         self.seeded = arguments.get("generator")
         self.dropout = arguments.get("dropout_p")
         self.accumulate = arguments.get("accumulate") if base in _ACCUMULATING else None
-        self.on_accelerator = base in _UNREPEATABLE_ON_ACCELERATOR and torch.accelerator.is_available()
+        self.on_accelerator = base in UNREPEATABLE_ON_ACCELERATOR and torch.accelerator.is_available()
         self.transfers = base in ("_to_copy", "copy_", "copy", "_pin_memory") and torch.accelerator.is_available()
         self.numerics = self.packet in _NUMERICS
         if base in _OPTIONAL_STATISTICS:

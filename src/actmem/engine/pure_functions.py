@@ -16,8 +16,7 @@ import torch
 from torch.autograd import Function
 
 from actmem.engine.operators import Operator
-from actmem.engine.tape import Tape
-from actmem.torchcompat import dispatch_modes
+from actmem.engine.tape import recording
 
 __all__ = ["replayable"]
 
@@ -50,11 +49,11 @@ def replayable(fn: F) -> F:
             raise TypeError(f"replayable takes a function or a torch.autograd.Function, not the class {fn.__name__}.")
         _declare_function_class(fn)
         return cast(F, fn)
-    operator = Operator(fn, fn.__qualname__)
+    operator = Operator(fn, f"replayable.{fn.__qualname__}")
 
     @functools.wraps(fn)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        tape = _recording()
+        tape = recording()
         return fn(*args, **kwargs) if tape is None else tape.record_call(operator, fn, args, kwargs)
 
     return cast(F, recorded)
@@ -77,7 +76,7 @@ def _with_context(original: Callable[..., Any], name: str) -> Callable[..., Any]
 
     @functools.wraps(original)
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        tape = _recording()
+        tape = recording()
         if tape is None:
             return original(ctx, *args, **kwargs)
         needs: tuple[bool, ...] = tuple(ctx.needs_input_grad)
@@ -95,7 +94,7 @@ def _with_context(original: Callable[..., Any], name: str) -> Callable[..., Any]
                 raise TypeError(_NOT_PURE)
             return out, tuple(getattr(ctx, "to_save", None) or ())
 
-        tape.record_call(Operator(again, name), first, args, kwargs)
+        tape.record_call(Operator(again, f"replayable.{name}"), first, args, kwargs)
         return out
 
     return forward
@@ -123,11 +122,3 @@ class _Context:
     def mark_dirty(self, *_: torch.Tensor) -> None:
         """Refuse: a replay would write into what others may still read."""
         raise TypeError(_NOT_PURE)
-
-
-def _recording() -> Tape | None:
-    """Return the tape that records in this thread now, or None."""
-    for mode in reversed(dispatch_modes()):
-        if isinstance(mode, Tape):
-            return None if mode.paused else mode
-    return None

@@ -38,6 +38,7 @@ from actmem.torchcompat import (
     BackwardCFunction,
     below_autograd,
     current_autograd_node,
+    is_compiled_backward,
     never_compile,
     numerics,
     opened_parameter,
@@ -90,8 +91,12 @@ def unpack(packed: Any) -> Tensor:
 
 
 def asked_by_function() -> bool:
-    """Return whether the running backward step belongs to a Python autograd Function."""
-    return isinstance(current_autograd_node(), BackwardCFunction)
+    """Return whether the running backward step belongs to a Python autograd Function that somebody wrote.
+
+    That of a compiled graph overwrites only what its own forward made for it alone.
+    """
+    node = current_autograd_node()
+    return isinstance(node, BackwardCFunction) and not is_compiled_backward(node)
 
 
 def _unpack_other(packed: Any) -> Tensor:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from actmem.engine.holdings import Holdings, find, preserve_elsewhere, storage_o
 from actmem.engine.observation import Cut, Observation
 from actmem.engine.operators import DESCRIBED, Operator, describe, generator_state
 from actmem.engine.overwrites import Write, written_by
+from actmem.engine.places import Places
 from actmem.engine.values import (
     KEPT,
     UNCHECKED,
@@ -56,6 +58,7 @@ from actmem.torchcompat import (
     alias,
     alias_in_handler,
     counting_versions,
+    dispatch_modes,
     divide,
     is_traceable_wrapper_subclass,
     is_wrapper,
@@ -64,7 +67,7 @@ from actmem.torchcompat import (
     storage_key,
 )
 
-__all__ = ["Flattened", "Handle", "Tape"]
+__all__ = ["Flattened", "Handle", "Tape", "recording"]
 
 _ref = weakref.ref
 _default_dtype = torch.get_default_dtype
@@ -105,6 +108,8 @@ class Tape(Holdings, TorchDispatchMode):
     """Record one forward call of one block. Entered by `engine.calling`, never directly."""
 
     supports_higher_order_operators = True
+    sees_regions = True
+    """Sees the call of a compiled graph as one operator. See NOTE [ Compiled regions ]."""
 
     _refers_always = False
     """Find out what a call reads even if no plan needs to know."""
@@ -129,13 +134,14 @@ class Tape(Holdings, TorchDispatchMode):
         reissue: bool = False,
         away: Away | None = None,
         exact: bool = False,
+        places: Places | None = None,
     ) -> None:
         TorchDispatchMode.__init__(self)  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
         Holdings.__init__(self, inputs, trainable, observation)
         self.lock = threading.RLock()
         """Held during a replay: backward may run on several threads."""
-        self.address = ""
-        """Path of the module whose forward is running, if modules are followed."""
+        self._places = places
+        """Where to look up which module runs; None if nobody wants to know."""
         self._verdicts = verdicts
         self._known = verdicts.known
         self._counts = verdicts.new_counts()
@@ -155,6 +161,11 @@ class Tape(Holdings, TorchDispatchMode):
         self._index = 0
         self._dtype = torch.get_default_dtype()
         self._numbered = cut is not None or observation is not None
+
+    @property
+    def address(self) -> str:
+        """The path of the module that runs now, if anybody wants to know."""
+        return "" if self._places is None else self._places.now()
 
     # ---------------------------------------------------------------- recording
 
@@ -380,37 +391,63 @@ class Tape(Holdings, TorchDispatchMode):
             self._remember(value, storage, write.tensor, operator)
         return made
 
-    def record_call(self, operator: Operator, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a declared function and record it as one operator."""
-        generators = [torch.default_generator]
-        first = next(tensors(args, kwargs), None)
-        if first is not None and first.device.type != "cpu":
-            generators = [g for g in (operator.generator((), {}, first.device),) if g is not None]
+    def record_call(
+        self,
+        operator: Operator,
+        call: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        written: Sequence[int] = (),
+        never: Reason | None = None,
+    ) -> Any:
+        """Run a function and record it as one operator.
+
+        Args:
+            operator: what a replay calls, and its name.
+            call: what is called now.
+            args: its arguments.
+            kwargs: its arguments by name.
+            written: which of its flattened arguments it writes.
+            never: why it may not run again, if it may not.
+        """
         leaves: list[Any] = []
         spec = take_apart((args, kwargs), leaves)
-        generators += [x for x in leaves if isinstance(x, torch.Generator) and x is not generators[0]]
-        states = [(g, g.get_state()) for g in generators]
+        writes = [Write(i, -1, leaves[i], operator, tuple(leaves), {}) for i in written]
+        states = [(g, g.get_state()) for g in _generators(operator, leaves)]
+        out = None if writes else self._unrecorded(call, args, kwargs)
+        size_of = writes[0].tensor if writes else out
+        kept = kept_by(self._verdicts.decide(operator, self.address, self._counts, size_of))
+        if self._numbered and (cut := self._in_cut(operator.name)) is not None:
+            kept, never = cut, None
+        if any(not isinstance(x, Tensor) and next(tensors(x), None) is not None for x in leaves):
+            never = never or _OPAQUE  # tensors in an object that cannot be taken apart and put together again
+        given = reason(kept, never, exact=self._exact)
+        for write in writes:
+            write.old = self._lookup(write.tensor)
+            write.fate = given or inherited(write.old, whole=False)
+        node = self._node(operator, tuple(leaves), None) if given is None else None
+        made: list[tuple[int, weakref.ref[Value]]] = []
+        if writes:
+            if node is not None:
+                node.overwrite([(w.where, w.item, w.tensor, False) for w in writes])
+            self._leave_behind(writes, frozenset())
+            out = self._unrecorded(call, args, kwargs)
+            made = self._record_writes(operator, node, writes, None)
+        if node is not None:
+            node.func = Again(operator.func, spec, [(g, s) for g, s in states if self._drew(g, s)])
+        self._record_outputs(operator, node, out, given, made, not_these=leaves)
+        return out
+
+    def _unrecorded(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.paused = True
         try:
-            out = call(*args, **kwargs)
+            return call(*args, **kwargs)
         finally:
             self.paused = False
-        kept = kept_by(self._verdicts.decide(operator, self.address, self._counts, out))
-        if self._numbered:
-            kept = self._in_cut(operator.name) or kept
-        if kept is None and any(not isinstance(x, Tensor) and next(tensors(x), None) is not None for x in leaves):
-            kept = _OPAQUE  # tensors in an object that cannot be taken apart and put together again
-        node = None
-        if kept is None:
-            self.paused = True
-            try:
-                drawn = [(g, s) for g, s in states if not torch.equal(s, g.get_state())]
-            finally:
-                self.paused = False
-            node = self._node(operator, tuple(leaves), None)
-            node.func = Again(operator.func, spec, drawn)
-        self._record_outputs(operator, node, out, kept, [])
-        return out
+
+    def _drew(self, generator: torch.Generator, state: Tensor) -> bool:
+        return not self._unrecorded(torch.equal, (state, generator.get_state()), {})
 
     def _record_uninitialised(self, operator: Operator, out: Tensor) -> None:
         """Make a value of a newborn tensor, with the call that could make another once all of it has been written."""
@@ -430,12 +467,16 @@ class Tape(Holdings, TorchDispatchMode):
         out: Any,
         why: Reason | None,
         made: list[tuple[int, weakref.ref[Value]]] | None = None,
+        not_these: Sequence[Any] = (),
     ) -> None:
-        """Make a value of each output tensor that is not a view of something known."""
+        """Make a value of each output tensor that is not a view of something known, or of what the call was given."""
         made = made or []
+        known = {id(s) for t in not_these if isinstance(t, Tensor) and (s := storage_of(t)) is not None}
         for slot, t in enumerate(tensors(out)):
             storage = storage_of(t)
             if storage is None or is_traceable_wrapper_subclass(t) or self._lookup(t) is not None:
+                continue
+            if id(storage) in known:
                 continue
             value = Value(_ref(storage), node, slot, None if node is not None else why)
             self._remember(value, storage, t, operator)
@@ -594,3 +635,20 @@ class Tape(Holdings, TorchDispatchMode):
             self._away.send(offered)
         if self.observation is not None:
             self.observation.settle()
+
+
+def _generators(operator: Operator, leaves: list[Any]) -> list[torch.Generator]:
+    """Return the generators that a call may draw from: those it is given, and that of the device of its tensors."""
+    generators = [torch.default_generator]
+    first = next(tensors(leaves), None)
+    if first is not None and first.device.type != "cpu":
+        generators = [g for g in (operator.generator((), {}, first.device),) if g is not None]
+    return generators + [x for x in leaves if isinstance(x, torch.Generator) and x not in generators]
+
+
+def recording() -> Tape | None:
+    """Return the tape that records in this thread now, or None."""
+    for mode in reversed(dispatch_modes()):
+        if isinstance(mode, Tape):
+            return None if mode.paused else mode
+    return None

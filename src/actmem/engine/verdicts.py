@@ -86,6 +86,11 @@ class Verdicts:
         return self.unfused or any(r.modules is not None for r in self._rules)
 
     @property
+    def looks_into_modules(self) -> bool:
+        """Return whether what the plan says of a part of the block is not what it says of the rest."""
+        return any(r.modules is not None and r.decision is not self._rules[-1].decision for r in self._rules)
+
+    @property
     def keeps_everything(self) -> bool:
         """Return whether every rule that can match here saves, so that there is nothing to do."""
         return all(r.decision is Decision.SAVE for r in self._rules)

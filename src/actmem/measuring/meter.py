@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from actmem.engine import record_compiled_regions
 from actmem.measuring.allocations import Allocations, number_bytes
 from actmem.measuring.allocator_check import checked
 from actmem.measuring.flops import Formula, flop_formula
@@ -26,6 +27,7 @@ from actmem.torchcompat import (
     backward_code,
     divide,
     is_composite,
+    op_name,
     resolving_bits,
 )
 
@@ -97,6 +99,7 @@ def measure(
     >>> m.external_bytes == 256 * 1024
     True
     """
+    record_compiled_regions()
     meter = _Meter(model, optimizer)
     try:
         with meter.watching():
@@ -134,6 +137,8 @@ class _Mode(TorchDispatchMode):
     """See NOTE [ in place unless watched ]."""
 
     supports_higher_order_operators = True
+    sees_regions = True
+    """Sees the call of a compiled graph as one operator. See NOTE [ Compiled regions ]."""
 
     def __init__(self, meter: _Meter) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch leaves it untyped
@@ -440,7 +445,7 @@ _RUN_BACKWARD = backward_code
 def _learn(func: Any) -> _Facts:
     schema = getattr(func, "_schema", None)
     return _Facts(
-        name=str(func),
+        name=op_name(func),
         formula=flop_formula(func),
         mutates=schema is None or bool(schema.is_mutable),
         adopts=str(func) == "aten.lift_fresh.default",

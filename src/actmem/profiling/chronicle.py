@@ -50,6 +50,7 @@ from actmem.torchcompat import (
     logged_allocations,
     never_compile,
     num_bytes,
+    op_name,
     resolving_bits,
 )
 
@@ -125,6 +126,8 @@ class Chronicle(TorchDispatchMode):
     """See NOTE [ in place unless watched ]."""
 
     supports_higher_order_operators = True
+    sees_regions = True
+    """Sees the call of a compiled graph as one operator. See NOTE [ Compiled regions ]."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -344,7 +347,7 @@ watches(__file__)
 
 def _learn(func: Any) -> tuple[str, Formula | None, bool, bool, bool, tuple[int, ...]]:
     schema = getattr(func, "_schema", None)
-    name = str(func)
+    name = op_name(func)
     mutates = schema is None or bool(schema.is_mutable)
     places = () if schema is None else tuple(i for i, a in enumerate(schema.arguments) if str(a.type) == "Tensor")
     return name, flop_formula(func), mutates, name == "aten.lift_fresh.default", is_listed(name), places

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from actmem.decisions import Decision, Reason
 from actmem.engine import (
-    Following,
     Handle,
     Observation,
     Operator,
+    Places,
     Tape,
     asked_by_function,
     see,
@@ -38,7 +38,7 @@ from actmem.errors import UnsupportedError
 from actmem.log_entries import Dropped, GivenGone, Loosened, Packed, Unpacked
 from actmem.profiles import Call, Value, Write
 from actmem.profiling.chronicle import Chronicle, TensorDied
-from actmem.torchcompat import FakeTensor, is_traceable_wrapper_subclass, never_compile, num_bytes, storage_key
+from actmem.torchcompat import FakeTensor, is_traceable_wrapper_subclass, never_compile, num_bytes, op_name, storage_key
 
 __all__ = ["Recorded", "record"]
 
@@ -115,9 +115,9 @@ class Recorded(Observation):
     def begin(self, func: Any) -> None:
         """Note a call of the operator that the chronicle has just seen or, if it writes, is about to see."""
         super().begin(func)
-        self.calls.append(_Made(str(func), self.out_bytes))
+        self.calls.append(_Made(op_name(func), self.out_bytes))
         self._places = None
-        self.calls[-1].cost = self._chronicle.claim(str(func), (self.layer, len(self.calls) - 1), self._claimed)
+        self.calls[-1].cost = self._chronicle.claim(op_name(func), (self.layer, len(self.calls) - 1), self._claimed)
 
     def _claimed(self, call: int, cost: int) -> None:
         self.calls[call].cost = cost
@@ -344,10 +344,16 @@ class PhantomTape(Tape):
     _refers_always = True
 
     def __init__(
-        self, recorded: Recorded, chronicle: Chronicle, inputs: list[Tensor], trainable: Any, device: torch.device
+        self,
+        recorded: Recorded,
+        chronicle: Chronicle,
+        inputs: list[Tensor],
+        trainable: Any,
+        device: torch.device,
+        places: Places,
     ) -> None:
         verdicts: Any = _Verdicts(recorded)
-        super().__init__(verdicts, recorded, inputs=inputs, trainable=trainable)
+        super().__init__(verdicts, recorded, inputs=inputs, trainable=trainable, places=places)
         self._recorded = recorded
         self._chronicle = chronicle
         self._outer = None
@@ -476,9 +482,9 @@ def record(
     device: torch.device,
 ) -> Any:
     """Run a block's forward under a tape that holds nothing."""
-    tape = PhantomTape(recorded, chronicle, inputs, trainable, device)
+    tape = PhantomTape(recorded, chronicle, inputs, trainable, device, Places(block))
     try:
-        with torch.autograd.graph.saved_tensors_hooks(tape.pack, _unpack), Following(tape, block), tape:
+        with torch.autograd.graph.saved_tensors_hooks(tape.pack, _unpack), tape:
             return forward(*args, **kwargs)
     finally:
         tape.close()

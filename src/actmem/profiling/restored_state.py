@@ -106,6 +106,8 @@ class Preserved(TorchDispatchMode):
     """See NOTE [ in place unless watched ] in `measuring/inplace_formulas.py`."""
 
     supports_higher_order_operators = True
+    sees_regions = True
+    """Sees the call of a compiled graph as one operator. See NOTE [ Compiled regions ]."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmem.engine import storages_of, tensors
+from actmem.engine import record_compiled_regions, storages_of, tensors
 from actmem.errors import UnsupportedError
 from actmem.log_entries import Entered, Left, PhaseBegan, StorageDied
 from actmem.profiles import COPY, Call, Cost, Layer, Profile, Value
@@ -59,6 +59,7 @@ class Session:
             original: the model itself, if another one is run in its place.
             chronicle: what keeps the log, if it should record more than operators.
         """
+        record_compiled_regions()
         self._model, self._found, self._device = model, found, device
         self._original = original or model
         self._queues: dict[int, list[Block]] = {}

@@ -69,12 +69,6 @@ def render(report: Report, *, width: int = 140) -> str:
             "in the backward pass.",
             markup=False,
         )
-    for module, num_bytes in report.opaque_bytes.items():
-        console.print(
-            f"held because {module} runs a kernel that the tape cannot see: {size(num_bytes)}. If the function that "
-            "launches it is pure, declare it replayable: fn = actmem.replayable(fn)",
-            markup=False,
-        )
     for rule in report.unmatched:
         console.print(f"matched nothing in this model: {rule}", markup=False)
     if report.unobserved:

@@ -15,6 +15,7 @@ from actmem.errors import ModeError
 from actmem.offloading import TransferCounts
 from actmem.plan import Plan
 from actmem.reporting.compiled import CompiledGraph
+from actmem.units import size
 
 __all__ = ["KindReport", "Report", "ReportRow", "summarise"]
 
@@ -237,9 +238,24 @@ def summarise(
         if (kinds or elsewhere) and not unobserved
         else ()
     )
-    return Report(
-        plan, kinds, tuple(unobserved), silent, tuple(notes), compiled, tuple(checkpointed), moved, tuple(counted)
-    )
+    report = Report(plan, kinds, tuple(unobserved), silent, (), compiled, tuple(checkpointed), moved, tuple(counted))
+    return replace(report, notes=(*_held_notes(report), *notes))
+
+
+def _held_notes(report: Report) -> Iterator[str]:
+    """Say what is held because nobody can run it again, by module."""
+    for module, num_bytes in report.opaque_bytes.items():
+        yield (
+            f"held because {module} runs a kernel that the tape cannot see: {size(num_bytes)}. If the function that "
+            "launches it is pure, declare it replayable: fn = actmem.replayable(fn)"
+        )
+    graphs: Counter[tuple[str, str]] = Counter()
+    for kind in report.kinds:
+        for row in kind.rows:
+            if row.decision == "never" and not row.opaque and row.op in ops.GROUPS["compiled"]:
+                graphs[row.module or ".", row.why] += kind.num_blocks * row.num_bytes * row.count
+    for (module, why), num_bytes in graphs.items():
+        yield f"held because a compiled graph in {module} is not run again ({why}): {size(num_bytes)}."
 
 
 _HELD = (Decision.SAVE, "input", "copy", "never")
