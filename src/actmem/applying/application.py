@@ -523,7 +523,10 @@ def _check_module(rule: Rule, model: nn.Module) -> None:
     paths = [path for path, _ in named_modules(model) if path]
     if not any(fnmatchcase(path, rule.module) for path in paths):
         wanted = rule.module.strip("*.")
-        hint = ops.did_you_mean(wanted, paths if "." in wanted else dict.fromkeys(p.rpartition(".")[2] for p in paths))
+        names = paths if "." in wanted else list(dict.fromkeys(p.rpartition(".")[2] for p in paths))
+        hint = ops.did_you_mean(wanted, names)
+        if wanted in names:  # it is there, but not at the root
+            hint = f" Did you mean {wanted if '.' in wanted else f'*.{wanted}'!r}?"
         example = max(paths, key=lambda path: path.count("."))
         raise ModeError(
             f"module = {rule.module!r} matches no module of this model.{hint} A glob is matched against whole "

@@ -102,7 +102,12 @@ def _never(source: str) -> Reason | None:
 
 
 def _is_in_a_pool(graph: Any) -> bool:
-    """Return whether a graph runs as a CUDA graph."""
+    """Return whether a graph runs as a CUDA graph.
+
+    >>> from types import SimpleNamespace
+    >>> [_is_in_a_pool(SimpleNamespace(fx_kwargs={"cudagraphs": True}, device_types={d})) for d in ("cuda", "cpu")]
+    [True, False]
+    """
     kwargs: dict[str, Any] = getattr(graph, "fx_kwargs", {})
     return bool(kwargs.get("cudagraphs")) and bool({"cuda", "xpu"} & set(getattr(graph, "device_types", ())))
 
