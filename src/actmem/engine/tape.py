@@ -201,7 +201,7 @@ class Tape(Holdings, TorchDispatchMode):
             return out
         if type(out) is not Tensor:
             node = self._node(operator, args, kwargs) if kept is None else None
-            self._record_outputs(operator, node, out, kept)
+            self._record_outputs(operator, node, out, kept, not_these=args if operator.may_alias else ())
             return out
         try:
             storage = out.untyped_storage()
