@@ -1,4 +1,4 @@
-"""The one place that uses private parts of torch.
+"""The one place that uses private parts of torch; those of its compiler are in `compilercompat.py`.
 
 Every private name that actmem relies on is imported here, once. A torch version that lacks one fails at import and
 names it, instead of failing somewhere in the middle of a backward pass.
@@ -11,7 +11,7 @@ import functools
 import math
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import (
 )
 
 __all__ = [
+    "COMPILER",
     "BackwardCFunction",
     "FakeTensor",
     "FakeTensorMode",
@@ -41,12 +42,8 @@ __all__ = [
     "apart_from_graphs",
     "attention_backends",
     "backward_code",
-    "begin_versions_anew",
     "below_autograd",
-    "break_graph",
     "checkpoint",
-    "compiled_functions",
-    "compiler_budget",
     "compiling",
     "compute_intensive",
     "counting_versions",
@@ -58,11 +55,10 @@ __all__ = [
     "graph_is_kept",
     "hand_out_parameters",
     "has_storage",
-    "is_compiled_backward",
+    "is_compiler_new",
     "is_composite",
     "is_traceable_wrapper_subclass",
     "is_wrapper",
-    "keep_graph_order",
     "log_allocations",
     "logged_allocations",
     "module_call",
@@ -73,16 +69,12 @@ __all__ = [
     "num_bytes",
     "num_storage_uses",
     "numerics",
-    "on_compiled_function",
     "op_name",
     "opened_parameter",
     "outer_hooks",
     "resolving_bits",
     "restore_numerics",
-    "saved_by_partitioner",
-    "seen_region",
     "selective_contexts",
-    "set_compiler_budget",
     "sizes",
     "storage_key",
     "suggested_format",
@@ -139,7 +131,6 @@ try:
     _module: Any = torch.nn.Module
     module_call: Any = _module._wrapped_call_impl.__code__
     _engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
-    _set_versions: Callable[[Any, Any], None] = _C._autograd._unsafe_set_version_counter
     _peek_functorch: Callable[[], Any] = _C._functorch.peek_interpreter_stack
 except AttributeError as missing:  # pragma: no cover - depends on the installed torch
     raise ImportError(
@@ -249,11 +240,6 @@ def never_compile(function: Fn) -> Fn:
     return function
 
 
-def break_graph() -> None:
-    """End a graph here, while a frame is being compiled."""
-    torch._dynamo.graph_break()  # pyright: ignore[reportPrivateUsage]
-
-
 def active_compiler() -> Any:
     """Return what turns the frames that run now into compiled ones; None if nothing does."""
     found = _eval_frame.get_eval_frame_callback()
@@ -277,6 +263,16 @@ def compiling(function: Callable[..., Any], compiler: Any) -> Callable[..., Any]
             _eval_frame.set_eval_frame(before)
 
     return compiled
+
+
+def is_compiler_new() -> bool:
+    """Return whether torch's compiler was loaded, and nobody watches yet what it compiles."""
+    module = sys.modules.get(COMPILER)
+    return module is not None and not hasattr(module, "_actmem_watches")
+
+
+COMPILER = "torch._functorch._aot_autograd.runtime_wrappers"
+"""The module that makes compiled functions."""
 
 
 def named_modules(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
@@ -415,79 +411,6 @@ def module_stack() -> dict[str, Any] | None:
     return _traceback.current_meta.get("nn_module_stack")
 
 
-def saved_by_partitioner(listener: Callable[[list[Any]], None]) -> None:
-    """Call the listener once, with the nodes that the next partitioned graph saves for its backward pass."""
-    import torch._functorch.partitioners as partitioners  # imported late: it is slow, and only compiling needs it
-
-    module: Any = partitioners
-    _PARTITION_LISTENER[:] = [listener]  # every block of a graph asks for the same one
-    clean = module.cleanup_recompute_tags
-    if clean.__name__ != _CLEANING:
-
-        def clean_all(joint_module: Any, *, is_default_partition: bool) -> Any:
-            # torch's default partitioner drops values it merely prefers to save if no backward step reads them itself.
-            module.cleanup_recompute_tags = clean
-            for node in joint_module.graph.nodes if is_default_partition else ():
-                if node.meta.get("recompute") == _checkpoint.CheckpointPolicy.PREFER_SAVE:
-                    node.meta["recompute"] = _checkpoint.CheckpointPolicy.MUST_SAVE
-            return clean(joint_module, is_default_partition=is_default_partition)
-
-        clean_all.__name__ = _CLEANING
-        module.cleanup_recompute_tags = clean_all
-    extract = module._extract_fwd_bwd_modules
-    if extract.__name__ == _TELLING:
-        return
-
-    def tell(joint_module: Any, saved_values: list[Any], *args: Any, **kwargs: Any) -> Any:
-        module._extract_fwd_bwd_modules = extract
-        found = extract(joint_module, saved_values, *args, **kwargs)  # removes what no backward step needs
-        while _PARTITION_LISTENER:
-            _PARTITION_LISTENER.pop()(list(saved_values))
-        return found
-
-    tell.__name__ = _TELLING
-    module._extract_fwd_bwd_modules = tell
-
-
-def compiled_functions() -> Iterator[Any]:
-    """Yield the autograd Functions that torch.compile has made in this process: one for each graph with a backward."""
-    for kind in torch.autograd.Function.__subclasses__():
-        if hasattr(kind, "_aot_id") and hasattr(kind, "compiled_fw"):
-            yield kind
-
-
-def is_compiled_backward(node: Any) -> bool:
-    """Return whether a backward step is that of a compiled graph."""
-    return hasattr(getattr(node, "_forward_cls", None), "_aot_id")
-
-
-def on_compiled_function(listener: Callable[[Any], None]) -> bool:
-    """Call the listener with every Function that torch.compile makes from now on. False if this torch cannot tell.
-
-    Nothing is compiled before its compiler is imported, so nothing is done before that either.
-    """
-    module: Any = sys.modules.get("torch._functorch._aot_autograd.runtime_wrappers")
-    if module is None:
-        return True
-    factory: Any = getattr(module, "_AOTDispatchAutogradFunctionFactory", None)
-    build: Any = getattr(factory, "build", None)
-    if build is None:
-        return False
-    if build.__name__ == _BUILDING:
-        return True
-
-    def build_and_tell(self: Any) -> Any:
-        kind = build(self)
-        listener(kind)
-        return kind
-
-    build_and_tell.__name__ = _BUILDING
-    factory.build = build_and_tell
-    for kind in compiled_functions():
-        listener(kind)
-    return True
-
-
 def op_name(func: Any) -> str:
     """Return the full name of an operator, such as "aten.mm.default"; a function that is recorded whole has its own.
 
@@ -499,28 +422,6 @@ def op_name(func: Any) -> str:
     return f"higher_order.{func.name()}"
 
 
-def seen_region(call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-    """Call a compiled graph so that the active dispatch modes see it as one operator, if all of them can."""
-    modes = dispatch_modes()
-    if not modes or not all(getattr(mode, "sees_regions", False) for mode in modes):
-        return call(args)
-    from torch._higher_order_ops.wrap import InductorCompiledCallable, inductor_compiled_code
-
-    region: Any = inductor_compiled_code
-    return region(InductorCompiledCallable(call), args)
-
-
-def begin_versions_anew(tensors: list[torch.Tensor]) -> None:
-    """Set the version counters of tensors that nobody has saved yet to 0."""
-    _set_versions(tuple(tensors), (0,) * len(tensors))
-
-
-_BUILDING = "build_and_tell"
-_TELLING = "tell_what_is_saved"
-_CLEANING = "save_what_is_preferred"
-_PARTITION_LISTENER: list[Callable[[list[Any]], None]] = []
-
-
 def attention_backends() -> Any:
     """Return the backends that scaled dot product attention may choose from."""
     return _attention._cur_sdpa_kernel_backends(with_priority=True)
@@ -529,34 +430,6 @@ def attention_backends() -> Any:
 def with_attention_backends(backends: Any) -> Any:
     """Return a context in which attention chooses from these backends only."""
     return _attention.sdpa_kernel(backends, set_priority=True)
-
-
-def keep_graph_order() -> Callable[[], None]:
-    """Make Dynamo try the graphs of a function in the order of their creation, not most recently used first.
-
-    A second run of a block must find the graph that its first run found.
-
-    Returns:
-        A function that undoes it.
-    """
-    _eval_frame._set_lru_cache(False)
-    return lambda: _eval_frame._set_lru_cache(True)
-
-
-def compiler_budget() -> float:
-    """Return the memory budget of the compiler's partitioner: which fraction of the activations its graphs may save."""
-    import torch._functorch.config as config
-
-    return cast(Any, config).activation_memory_budget
-
-
-def set_compiler_budget(fraction: float) -> float:
-    """Set that budget, for every graph that is compiled from now on. Return the one before."""
-    import torch._functorch.config as config
-
-    before = compiler_budget()
-    cast(Any, config).activation_memory_budget = float(fraction)
-    return before
 
 
 class _Opened(threading.local):

@@ -21,8 +21,8 @@ from actmem.compat.torchtitan import (
     SelectiveAC,
     apply_ac,
 )
+from actmem.compilercompat import compiler_budget
 from actmem.decision_rules import Slices
-from actmem.torchcompat import compiler_budget
 from tests.compat.training import REQUIRED, assert_trains_the_same, gradients, parameters_of
 from tests.zoo import ZOO, Case, TitanLike, ids_only, seeded, square_mean
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from actmem import ops
 from actmem.applying.applied_block import BlockRunner, SharedState, applied_runner, install, uninstall
+from actmem.compilercompat import keep_graph_order
 from actmem.decision_rules import Rule, Slices
 from actmem.decisions import Decision
 from actmem.engine import BlockFamily, Compilation, Verdicts, record_compiled_regions, resolve
@@ -23,7 +24,7 @@ from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
 from actmem.settings import Offload
 from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
-from actmem.torchcompat import all_operator_names, keep_graph_order, named_modules
+from actmem.torchcompat import all_operator_names, named_modules
 
 __all__ = [
     "Applied",

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from actmem import ops
+from actmem.compilercompat import break_graph
 from actmem.engine import (
     DESCRIBED,
     Away,
@@ -69,11 +70,11 @@ from actmem.settings import Offload
 from actmem.torchcompat import (
     active_compiler,
     apart_from_graphs,
-    break_graph,
     checkpoint,
     compiling,
     functorch_transform,
     hand_out_parameters,
+    is_compiler_new,
     never_compile,
     outer_hooks,
 )
@@ -359,7 +360,8 @@ class BlockRunner:
             self.num_without_gradient += 1
             return forward(block, *args, **kwargs)
         self._refuse(kwargs)
-        record_compiled_regions()
+        if is_compiler_new():
+            record_compiled_regions()
         if self.engine == "checkpoint":
             return self._run_twice(block, forward, args, kwargs)
         if not self.num_checked:

@@ -8,9 +8,9 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from actmem.compilercompat import set_compiler_budget
 from actmem.errors import ModeError, UnsupportedError
 from actmem.structure import check_module
-from actmem.torchcompat import set_compiler_budget
 
 __all__ = ["AppliedBudget", "CompilerBudget"]
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from actmem.compilercompat import keep_graph_order
 from actmem.errors import ModeError
 from actmem.modes import EverySecond, Full, Selective, every_second
-from actmem.torchcompat import keep_graph_order, named_modules
+from actmem.torchcompat import named_modules
 
 __all__ = [
     "ROUTER_GATE",

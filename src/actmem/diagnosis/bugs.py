@@ -8,9 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch import nn
 
+from actmem.compilercompat import compiler_budget
 from actmem.diagnosis.findings import Finding, Severity
 from actmem.diagnosis.regions import Case
-from actmem.torchcompat import compiler_budget
 
 __all__ = ["BUGS", "Bug", "is_before", "known_bugs", "version_of"]
 

@@ -7,10 +7,10 @@ or prints.
 - `verdicts.py` decides for each operator by the rules of a plan.
 - `holdings.py`, `barriers.py`, `coverage.py`, `overwrites.py` and `away.py` settle what is held, copied or offloaded.
 - `replay.py` runs recorded operators again, when a value is first needed.
-- `observation.py` notes what ran, for reports, and finds the least that must be held; `places.py` says in which module.
+- `observation.py` notes what ran, for reports, and finds the least that must be held.
 - `compiled_regions.py` has the graphs of compiled functions recorded as one operator each.
 - `eager_checkpoint.py` and `second_forward.py` are torch's own checkpoint under the same plan; `torch.compile` uses it.
-- `pure_functions.py` has `replayable`.
+- `whole_calls.py` records functions as one operator; `pure_functions.py` has `replayable`.
 """
 
 from actmem.engine.away import Away
@@ -36,12 +36,11 @@ from actmem.engine.holding_rules import (
     written_in_place,
 )
 from actmem.engine.holdings import storage_of
-from actmem.engine.observation import Cut, Observation, ObservedOperator, smallest_cut
+from actmem.engine.observation import Cut, Observation, ObservedOperator, Places, smallest_cut
 from actmem.engine.operators import DESCRIBED, REASONS, Operator, describe
-from actmem.engine.places import Places
 from actmem.engine.pure_functions import replayable
 from actmem.engine.replay import asked_by_function, replaying, unpack
-from actmem.engine.tape import Handle, Tape, recording
+from actmem.engine.tape import Handle, Tape
 from actmem.engine.values import (
     KEPT,
     Node,
@@ -57,6 +56,7 @@ from actmem.engine.values import (
     without_bits,
 )
 from actmem.engine.verdicts import Traced, Tracer, Verdicts, log_once, resolve, subsumed
+from actmem.engine.whole_calls import recording
 
 __all__ = [
     "DESCRIBED",

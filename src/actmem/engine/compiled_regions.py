@@ -26,12 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actmem.compilercompat import begin_versions, on_compiled_function, seen_region
 from actmem.decisions import Reason
 from actmem.engine.operators import UNREPEATABLE_ON_ACCELERATOR, Operator
-from actmem.engine.tape import recording
 from actmem.engine.values import storages_of, tensors
+from actmem.engine.whole_calls import record_call, recording
 from actmem.errors import UnsupportedError
-from actmem.torchcompat import begin_versions_anew, never_compile, on_compiled_function, seen_region, storage_key
+from actmem.torchcompat import never_compile, storage_key
 
 __all__ = ["record_compiled_regions"]
 
@@ -73,13 +74,13 @@ class Region:
                 "'max-autotune'): its results lie in a pool that the next call overwrites, so they can neither be kept "
                 "nor replayed. Compile it with mode='default' or 'max-autotune-no-cudagraphs'."
             )
-        return tape.record_call(self.operator, self._first, (args,), {}, written=self.written, never=self.never)
+        return record_call(tape, self.operator, self._first, (args,), {}, written=self.written, never=self.never)
 
     def _first(self, args: list[Any]) -> Any:
         out = seen_region(self.call, list(args))
         given = storages_of([a for a in args if isinstance(a, Tensor)])
         # A kernel that writes its result with `out=` leaves it at version 1: the tape would take it for overwritten.
-        begin_versions_anew([t for t in tensors(out) if t._version and storage_key(t.untyped_storage()) not in given])
+        begin_versions([t for t in tensors(out) if t._version and storage_key(t.untyped_storage()) not in given])
         return out
 
     def _again(self, args: list[Any]) -> Any:

@@ -30,10 +30,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from actmem.compilercompat import saved_by_partitioner
 from actmem.decisions import Decision, Reason
 from actmem.engine.holding_rules import kept_by
+from actmem.engine.observation import Places
 from actmem.engine.operators import Operator, describe
-from actmem.engine.places import Places
 from actmem.engine.second_forward import Keeping, Repeating
 from actmem.engine.verdicts import Traced, Tracer, Verdicts
 from actmem.torchcompat import (
@@ -44,7 +45,6 @@ from actmem.torchcompat import (
     num_bytes,
     numerics,
     restore_numerics,
-    saved_by_partitioner,
     selective_contexts,
     sizes,
     with_attention_backends,

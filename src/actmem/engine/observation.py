@@ -8,18 +8,21 @@ autograd saves: a minimum cut, in which cutting a value costs its bytes.
 from __future__ import annotations
 
 import importlib
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 from actmem.decisions import Reason
 from actmem.engine.operators import Operator
 from actmem.engine.values import Value
-from actmem.torchcompat import storage_key
+from actmem.torchcompat import module_call, named_modules, storage_key
 
-__all__ = ["Cut", "Observation", "ObservedOperator", "smallest_cut"]
+__all__ = ["Cut", "Observation", "ObservedOperator", "Places", "smallest_cut"]
 
 
 class ObservedOperator:
@@ -155,6 +158,28 @@ class Observation:
         self.funcs.clear()
         for row in self.rows:
             row.parents = ()
+
+
+class Places:
+    """Says which module of a block runs, by the frames of the stack: each call of a module is one of the same function.
+
+    Hooks on modules would say it too, but a compiler traces hooks into its graphs and guards on them, and so would
+    compile every observed block for itself.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._paths = {id(module): path for path, module in named_modules(block)}
+
+    def now(self) -> str:
+        """Return the path of the innermost module that this thread runs; "" for the block itself."""
+        frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        while frame is not None:
+            if frame.f_code is module_call:
+                path = self._paths.get(id(frame.f_locals["self"]))
+                if path is not None:
+                    return path
+            frame = frame.f_back
+        return ""
 
 
 _FREE = (None, Reason.EXTERNAL, Reason.BARRIER)

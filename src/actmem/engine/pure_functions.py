@@ -16,7 +16,7 @@ import torch
 from torch.autograd import Function
 
 from actmem.engine.operators import Operator
-from actmem.engine.tape import recording
+from actmem.engine.whole_calls import record_call, recording
 
 __all__ = ["replayable"]
 
@@ -54,7 +54,7 @@ def replayable(fn: F) -> F:
     @functools.wraps(fn)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         tape = recording()
-        return fn(*args, **kwargs) if tape is None else tape.record_call(operator, fn, args, kwargs)
+        return fn(*args, **kwargs) if tape is None else record_call(tape, operator, fn, args, kwargs)
 
     return cast(F, recorded)
 
@@ -94,7 +94,7 @@ def _with_context(original: Callable[..., Any], name: str) -> Callable[..., Any]
                 raise TypeError(_NOT_PURE)
             return out, tuple(getattr(ctx, "to_save", None) or ())
 
-        tape.record_call(Operator(again, f"replayable.{name}"), first, args, kwargs)
+        record_call(tape, Operator(again, f"replayable.{name}"), first, args, kwargs)
         return out
 
     return forward

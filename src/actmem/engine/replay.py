@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from actmem.compilercompat import is_compiled_backward
 from actmem.engine.holding_rules import made, needs_private_copy, replay_order, written_in_place
 from actmem.engine.tape import Flattened, Handle
 from actmem.engine.values import UNCHECKED, Boxed, Node, Value, checksum, copied, see, tensors, without_bits
@@ -38,7 +39,6 @@ from actmem.torchcompat import (
     BackwardCFunction,
     below_autograd,
     current_autograd_node,
-    is_compiled_backward,
     never_compile,
     numerics,
     opened_parameter,

@@ -35,21 +35,18 @@ from actmem.engine.away import Away
 from actmem.engine.coverage import Coverage
 from actmem.engine.holding_rules import UNLIMITED, inherited, kept_by, promote, reason
 from actmem.engine.holdings import Holdings, find, preserve_elsewhere, storage_of
-from actmem.engine.observation import Cut, Observation
+from actmem.engine.observation import Cut, Observation, Places
 from actmem.engine.operators import DESCRIBED, Operator, describe, generator_state
 from actmem.engine.overwrites import Write, written_by
-from actmem.engine.places import Places
 from actmem.engine.values import (
     KEPT,
     UNCHECKED,
-    Again,
     Boxed,
     Node,
     Value,
     checksum,
     geometry,
     has_bytes,
-    take_apart,
     tensors,
 )
 from actmem.engine.verdicts import Tracer, Verdicts
@@ -58,7 +55,6 @@ from actmem.torchcompat import (
     alias,
     alias_in_handler,
     counting_versions,
-    dispatch_modes,
     divide,
     is_traceable_wrapper_subclass,
     is_wrapper,
@@ -67,7 +63,7 @@ from actmem.torchcompat import (
     storage_key,
 )
 
-__all__ = ["Flattened", "Handle", "Tape", "recording"]
+__all__ = ["Flattened", "Handle", "Tape"]
 
 _ref = weakref.ref
 _default_dtype = torch.get_default_dtype
@@ -391,64 +387,6 @@ class Tape(Holdings, TorchDispatchMode):
             self._remember(value, storage, write.tensor, operator)
         return made
 
-    def record_call(
-        self,
-        operator: Operator,
-        call: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        written: Sequence[int] = (),
-        never: Reason | None = None,
-    ) -> Any:
-        """Run a function and record it as one operator.
-
-        Args:
-            operator: what a replay calls, and its name.
-            call: what is called now.
-            args: its arguments.
-            kwargs: its arguments by name.
-            written: which of its flattened arguments it writes.
-            never: why it may not run again, if it may not.
-        """
-        leaves: list[Any] = []
-        spec = take_apart((args, kwargs), leaves)
-        writes = [Write(i, -1, leaves[i], operator, tuple(leaves), {}) for i in written]
-        states = [(g, g.get_state()) for g in _generators(operator, leaves)]
-        out = None if writes else self._unrecorded(call, args, kwargs)
-        size_of = writes[0].tensor if writes else out
-        kept = kept_by(self._verdicts.decide(operator, self.address, self._counts, size_of))
-        if self._numbered and (cut := self._in_cut(operator.name)) is not None:
-            kept, never = cut, None
-        if any(not isinstance(x, Tensor) and next(tensors(x), None) is not None for x in leaves):
-            never = never or _OPAQUE  # tensors in an object that cannot be taken apart and put together again
-        given = reason(kept, never, exact=self._exact)
-        for write in writes:
-            write.old = self._lookup(write.tensor)
-            write.fate = given or inherited(write.old, whole=False)
-        node = self._node(operator, tuple(leaves), None) if given is None else None
-        made: list[tuple[int, weakref.ref[Value]]] = []
-        if writes:
-            if node is not None:
-                node.overwrite([(w.where, w.item, w.tensor, False) for w in writes])
-            self._leave_behind(writes, frozenset())
-            out = self._unrecorded(call, args, kwargs)
-            made = self._record_writes(operator, node, writes, None)
-        if node is not None:
-            node.func = Again(operator.func, spec, [(g, s) for g, s in states if self._drew(g, s)])
-        self._record_outputs(operator, node, out, given, made, not_these=leaves)
-        return out
-
-    def _unrecorded(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.paused = True
-        try:
-            return call(*args, **kwargs)
-        finally:
-            self.paused = False
-
-    def _drew(self, generator: torch.Generator, state: Tensor) -> bool:
-        return not self._unrecorded(torch.equal, (state, generator.get_state()), {})
-
     def _record_uninitialised(self, operator: Operator, out: Tensor) -> None:
         """Make a value of a newborn tensor, with the call that could make another once all of it has been written."""
         storage = out.untyped_storage()
@@ -635,20 +573,3 @@ class Tape(Holdings, TorchDispatchMode):
             self._away.send(offered)
         if self.observation is not None:
             self.observation.settle()
-
-
-def _generators(operator: Operator, leaves: list[Any]) -> list[torch.Generator]:
-    """Return the generators that a call may draw from: those it is given, and that of the device of its tensors."""
-    generators = [torch.default_generator]
-    first = next(tensors(leaves), None)
-    if first is not None and first.device.type != "cpu":
-        generators = [g for g in (operator.generator((), {}, first.device),) if g is not None]
-    return generators + [x for x in leaves if isinstance(x, torch.Generator) and x not in generators]
-
-
-def recording() -> Tape | None:
-    """Return the tape that records in this thread now, or None."""
-    for mode in reversed(dispatch_modes()):
-        if isinstance(mode, Tape):
-            return None if mode.paused else mode
-    return None
