@@ -25,7 +25,6 @@ from actmem import (
     Rule,
     Rules,
     Selective,
-    UnsupportedError,
 )
 from tests.offloading.stacks import (
     SIMPLE,
@@ -190,15 +189,10 @@ def test_without_an_accelerator_the_report_says_that_pin_means_nothing() -> None
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
-def test_a_compiled_block_is_refused_and_the_repair_that_is_named_works() -> None:
+@pytest.mark.parametrize("engine", ["auto", "tape"])
+def test_a_compiled_block_sends_what_it_saves(engine: str) -> None:
     model = stack()
-    with (
-        actmem.apply(model, SIMPLE["everything"]("disk")),
-        pytest.raises(UnsupportedError, match=r"blocks\.0 is compiled, and its plan offloads.*engine='tape'"),
-    ):
-        torch.compile(model, backend="eager")(batch()).sum().backward()
-    torch.compiler.reset()
-    with actmem.apply(model, SIMPLE["everything"]("disk"), engine="tape") as applied:
+    with actmem.apply(model, SIMPLE["everything"]("disk"), engine=engine) as applied:
         torch.compile(model, backend="eager")(batch()).sum().backward()
         assert_even(applied.report())
     torch.compiler.reset()
