@@ -164,7 +164,7 @@ def test_a_forked_child_can_neither_use_nor_remove_the_file_of_its_parent(store)
 
 @forks
 def test_a_child_that_lives_on_does_not_keep_the_lock_of_a_dead_parent(tmp_path):
-    then = "import os\nforked = os.fork()\nif forked:\n    print(forked, flush=True)\ntime.sleep(600)"
+    then = "import os\nif not os.fork():\n    print(os.getpid(), flush=True)\ntime.sleep(600)"
     with other_process(tmp_path, then) as (parent, left):
         assert parent.stdout is not None
         forked = int(parent.stdout.readline())
