@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from actmem.collector import uncollected
 from actmem.decisions import Decision
 from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
@@ -200,6 +201,7 @@ def fit_profiles(
     return replace(plan, predicted=replace(predicted, peak_words=words))
 
 
+@uncollected()
 def fit_profile(
     profiles: Sequence[Profile],
     budget_bytes: int,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from actmem.collector import uncollected
 from actmem.engine import record_compiled_regions, storages_of, tensors
 from actmem.errors import UnsupportedError
 from actmem.log_entries import Entered, Left, PhaseBegan, StorageDied
@@ -293,6 +294,7 @@ class Session:
         self._calls[layer] = (*recorded.finish(), size, shapes, recorded)
         return out
 
+    @uncollected()
     def profile(self, **facts: Any) -> Profile | None:
         """Return what was observed, as data; None if blocks were skipped that should have been run."""
         ran = {self._blocks[n].path: self._blocks[n] for n in self._calls}
