@@ -475,7 +475,7 @@ def _layers(outcome: Outcome, pair: Sequence[Large]) -> None:
         "all_layers_s": best[1],
     }
     outcome.bounds.append(
-        Bound(f"{many.name}: seconds for all layers / for {few.num_layers}", best[1] / best[0], 1.2, exact=False)
+        Bound(f"{many.name}: seconds for all layers / for {few.num_layers}", best[1] / best[0], 1.25, exact=False)
     )
 
 

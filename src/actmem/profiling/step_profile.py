@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from actmem.collector import uncollected
 from actmem.engine import tensors
 from actmem.errors import ActmemError, ModeError
 from actmem.modes import check_optimizer
@@ -253,6 +254,7 @@ def _seen(
         blocks_copied = tuple(replace(b, module=copied.get_submodule(b.path)) for b in found)
         with contextlib.ExitStack() as stack:
             stack.enter_context(quiet())
+            stack.enter_context(uncollected())
             stack.enter_context(mode)
             stack.enter_context(assuming := Assuming(routing))
             step = Session(
