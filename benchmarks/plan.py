@@ -221,6 +221,7 @@ def _bound_true(outcome: Outcome, case: Case, found: list[dict[str, Any]]) -> No
     above = FAKE_MOE_LIMIT if case.sparse and case.fake else EXACT_LIMIT
     below = 1.0 if case.sparse and case.fake else EXACT_LIMIT
     pairs = itertools.pairwise(figures["peak_bytes"] for figures in found)
+    above_it = [figures["gap"] for figures in found[1:]]
     to_modes = [f["predicted_time"] / f["best_mode_time"] for f in found if f["best_mode_time"] != "none fits"]
     outcome.bounds += [
         Bound(f"{case.name}: predicted / measured peak, highest", max(ratios), above),
@@ -231,7 +232,7 @@ def _bound_true(outcome: Outcome, case: Case, found: list[dict[str, Any]]) -> No
         Bound(f"{case.name}: less budget and a higher peak", sum(less > more for less, more in pairs), 0),
         Bound(f"{case.name}: predicted time / best named mode's that fits, highest", max(to_modes), 1 + 1e-9),
         Bound(f"{case.name}: gap at the smallest peak", found[0]["gap"], LEAST_GAP_LIMIT[case.sparse]),
-        Bound(f"{case.name}: gap above it, highest", max(f["gap"] for f in found[1:]), GAP_LIMIT[case.sparse]),
+        Bound(f"{case.name}: gap above it, highest", max(above_it, default=0.0), GAP_LIMIT[case.sparse]),
         Bound(f"{case.name}: plans that change a bit", sum(not f["bitwise"] for f in found), 0),
     ]
 
