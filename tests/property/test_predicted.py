@@ -187,6 +187,19 @@ ONCE_WRONG = {
         num_steps=7,
         skip=frozenset({(0, 1), (0, 2), (0, 4), (0, 5), (0, 0), (1, 1), (0, 3), (0, 6)}),
     ),
+    "an input that is met through an undeclared view": Program(
+        1383293778,
+        strict=True,
+        num_steps=6,
+        skip=frozenset({(1, 1), (0, 4), (1, 5)}),
+        again=True,
+    ),
+    "a leaf that a Function is given twice": Program(
+        1588420207,
+        strict=True,
+        num_steps=8,
+        skip=frozenset({(0, 7), (0, 4), (1, 5), (0, 0), (1, 1), (1, 4), (1, 7), (0, 2), (1, 6), (1, 3)}),
+    ),
     "one that is held": Program(
         1928077218,
         num_steps=13,

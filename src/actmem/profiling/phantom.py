@@ -446,12 +446,15 @@ class _Handle(Handle):
 def _unpack(handle: Any) -> Tensor:
     phantom = handle.phantom
     phantom.chronicle.note(Unpacked(phantom.layer, phantom.index, phantom.chronicle.live_bytes))
+    copy = handle.copy
     if handle.leaf is not None:
-        phantom.give(None)
-        return handle.leaf
+        if isinstance(handle.leaf, torch.nn.Parameter) or not asked_by_function():
+            phantom.give(None)
+            return handle.leaf
+        copy = handle.leaf  # the tape may give a Function a copy, and it matters how long that lives
     with phantom.chronicle.pause(), torch.no_grad():
-        if handle.copy is not None:
-            tensor = _laid_alike(handle.copy)
+        if copy is not None:
+            tensor = _laid_alike(copy)
         else:
             tensor = torch.empty_strided(handle.size, handle.stride, dtype=handle.dtype, device=handle.tape.device)
         if handle.bits:
