@@ -254,7 +254,7 @@ def test_planning_is_timed_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPat
     outcome = Outcome("plan", {})
     plan._fast(outcome, few)
     plan._layers(outcome, (few, many))
-    assert [bound.limit for bound in outcome.bounds] == [10, 1, 2, 0.005, 1.2]
+    assert [bound.limit for bound in outcome.bounds] == [10, 1, 2, 0.005, 1.25]
     assert not any(bound.exact for bound in outcome.bounds)
 
 
