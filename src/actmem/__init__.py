@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         PlanError,
         ReplayError,
         SelfCheckError,
+        SnapshotError,
         StructureError,
         UnsupportedError,
         VersionError,
@@ -91,6 +92,7 @@ __all__ = [
     "SaveEverything",
     "Selective",
     "SelfCheckError",
+    "SnapshotError",
     "StructureError",
     "Targets",
     "Trace",
@@ -124,7 +126,7 @@ __getattr__, __dir__ = on_first_use(
         "actmem.engine": "replayable",
         "actmem.errors": (
             "ActmemError ApplyError BudgetError DeviceError FreedStorageError ModeError OffloadError "
-            "PlanError ReplayError SelfCheckError StructureError UnsupportedError VersionError"
+            "PlanError ReplayError SelfCheckError SnapshotError StructureError UnsupportedError VersionError"
         ),
         "actmem.measuring": "Measurement measure",
         "actmem.modes": "Budget FromPlan Full OffloadActivations Rules SaveEverything Selective Targets every_second",

@@ -35,6 +35,7 @@ PROMISED = {
     "SaveEverything",
     "Selective",
     "SelfCheckError",
+    "SnapshotError",
     "StructureError",
     "Targets",
     "Trace",

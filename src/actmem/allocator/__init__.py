@@ -4,22 +4,33 @@
 - `caching_allocator.py` decides as torch's allocator does; `free_blocks.py` has its blocks and pools,
   `address_ranges.py` the ranges of expandable segments, and `driver.py` the device that hands out memory.
 - `simulated_memory.py` runs a program's events through it, and says what they take.
+- `snapshot_file.py` reads what torch recorded on a real device; `start_state.py` finds the state in which the recording
+  began, and `reenactment.py` makes every decision of the recording again.
 """
 
 from actmem.allocator.alloc_conf import AllocatorSettings
 from actmem.allocator.allocation_events import Alloc, EmptyCache, Event, Free, FreeCompleted, FreeRequested
+from actmem.allocator.reenactment import DeviceRecording, LiveTensor, reenact
 from actmem.allocator.simulated_memory import MemoryAtPeak, OutOfMemory, SimulatedMemory, simulate
+from actmem.allocator.snapshot_file import Frame, Snapshot, read_snapshot, snapshot_from
 
 __all__ = [
     "Alloc",
     "AllocatorSettings",
+    "DeviceRecording",
     "EmptyCache",
     "Event",
+    "Frame",
     "Free",
     "FreeCompleted",
     "FreeRequested",
+    "LiveTensor",
     "MemoryAtPeak",
     "OutOfMemory",
     "SimulatedMemory",
+    "Snapshot",
+    "read_snapshot",
+    "reenact",
     "simulate",
+    "snapshot_from",
 ]
