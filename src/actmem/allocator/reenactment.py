@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from actmem.allocator.alloc_conf import AllocatorSettings
 from actmem.allocator.caching_allocator import CachingAllocator
-from actmem.allocator.free_blocks import Block
+from actmem.allocator.free_blocks import LARGE_BYTES, SMALL_BYTES, Block
 from actmem.allocator.simulated_memory import MemoryAtPeak, PeakWatch
 from actmem.allocator.snapshot_file import Frame, Snapshot, SnapshotSegment, TraceEvent, frames_of
 from actmem.allocator.start_state import restore, start_of
@@ -227,7 +227,7 @@ class _Reenactment:
     def _is_found(self, event: TraceEvent) -> bool:
         allocator = self._allocator
         size = allocator.rounded(event.num_bytes)
-        pool = allocator.pool_of(self._pools_at(event.address), is_small=size <= 2**20)
+        pool = allocator.pool_of(self._pools_at(event.address), is_small=size <= SMALL_BYTES)
         block = allocator.find(pool, size, event.stream)
         if block is not None:
             pool.insert(block)
@@ -261,10 +261,13 @@ class _Reenactment:
             return None
         return self._elsewhere(num_bytes)
 
-    def address_range(self, unit: int) -> tuple[int, int]:  # noqa: ARG002 (as Driver has it)
-        event = self._upcoming()
-        if event is not None and event.action == "segment_map":
-            return event.address, _ELSEWHERE - event.address
+    def address_range(self, unit: int) -> tuple[int, int]:
+        """Return the range in which the recording next maps memory for this stream and pool, now or after a failure."""
+        stream = self._trace[self._until].stream
+        for event in self._trace[self._at :]:
+            is_large = event.num_bytes % LARGE_BYTES == 0
+            if event.action == "segment_map" and event.stream == stream and is_large == (unit == LARGE_BYTES):
+                return event.address, _ELSEWHERE - event.address
         return self._elsewhere(1 << 44), 1 << 44
 
     def map(self, address: int, num_bytes: int) -> bool:

@@ -25,6 +25,8 @@ from actmem.allocator.snapshot_file import SnapshotSegment, TraceEvent
 __all__ = ["StartState", "restore", "start_of"]
 
 _GRAIN = 2 * MIB
+_FAR = 4 * 2**30
+"""More than the small pool ever has, and less than the distance of two ranges, which are longer than the memory."""
 _END = 1 << 62
 """Where ranges end: no training reaches it."""
 
@@ -164,14 +166,12 @@ class _Ranges:
                 self._seen.setdefault(event.address, (event.stream, event.num_bytes % LARGE_BYTES != 0, (0, 0)))
 
     def _key(self, address: int, stream: int) -> _Owner:
-        """Return the pool of an address: the one whose known addresses are nearest, as ranges are very long."""
-        known = self._seen.get(address)
-        if known is not None:
-            return known
-        same = [each for each in self._seen if self._seen[each][0] == stream]
-        if not same:
-            return (stream, False, (0, 0))
-        return self._seen[min(same, key=lambda each: abs(each - address))]
+        """Return the owner of an address: of the known addresses that are near, the nearest one's.
+
+        Only large memory can be far from all of them: what goes back in other units than 20 MiB is known to be small.
+        """
+        near = [each for each, owner in self._seen.items() if owner[0] == stream and abs(each - address) < _FAR]
+        return self._seen[min(near, key=lambda each: abs(each - address))] if near else (stream, False, (0, 0))
 
     def _set(self, address: int, num_bytes: int, key: _Owner) -> None:
         for grain in range(address, address + num_bytes, _GRAIN):
