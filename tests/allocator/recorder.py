@@ -21,6 +21,17 @@ class Recorder:
         self.live: dict[int, Block] = {}
         self.num_allocated = 0
 
+    @classmethod
+    def example(cls) -> "Recorder":
+        """Return a short run: two tensors live, one freed, a segment of 20 MiB cut in two."""
+        recorder = cls()
+        first = recorder.alloc(3 * MIB)
+        recorder.alloc(1000)
+        assert first is not None
+        recorder.free(first)
+        recorder.alloc(12 * MIB)
+        return recorder
+
     def alloc(self, num_bytes: int, stream: int = 0) -> int | None:
         driver = self.allocator.driver
         assert isinstance(driver, LoggingDriver)

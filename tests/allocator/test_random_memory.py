@@ -1,6 +1,7 @@
 """What holds for every program: blocks do not overlap, counters add up, and a recording leads to the same decisions."""
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def play(steps: list[tuple[Any, ...]], settings: str, limit_bytes: int | None) -
 
 def check(allocator: CachingAllocator, used: list[Block]) -> None:
     blocks = blocks_of(allocator, used)
-    for left, right in zip(blocks, blocks[1:], strict=False):
+    for left, right in pairwise(blocks):
         assert left.address + left.size <= right.address, "two blocks overlap"
         if left.next is right:
             assert right.previous is left

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from actmem.allocator import reenact, read_snapshot
+from actmem.allocator import read_snapshot, reenact
 
 FOLDER = Path(__file__).parents[3] / "shared" / "recordings"
 EXPLAINED: dict[str, str] = {}

@@ -4,12 +4,14 @@
 - `caching_allocator.py` decides as torch's allocator does; `free_blocks.py` has its blocks and pools,
   `address_ranges.py` the ranges of expandable segments, and `driver.py` the device that hands out memory.
 - `simulated_memory.py` runs a program's events through it, and says what they take.
-- `snapshot_file.py` reads what torch recorded on a real device; `start_state.py` finds the state in which the recording
-  began, and `reenactment.py` makes every decision of the recording again.
+- `snapshot_file.py` reads what torch recorded on a real device, which `opcode_scan.py` has looked through first;
+  `start_state.py` finds the state in which the recording began, and `reenactment.py` makes all its decisions again.
+- `attachment.py` is what actmem writes beside a recording.
 """
 
 from actmem.allocator.alloc_conf import AllocatorSettings
 from actmem.allocator.allocation_events import Alloc, EmptyCache, Event, Free, FreeCompleted, FreeRequested
+from actmem.allocator.attachment import Attachment, write_recording
 from actmem.allocator.reenactment import DeviceRecording, LiveTensor, reenact
 from actmem.allocator.simulated_memory import MemoryAtPeak, OutOfMemory, SimulatedMemory, simulate
 from actmem.allocator.snapshot_file import Frame, Snapshot, read_snapshot, snapshot_from
@@ -17,6 +19,7 @@ from actmem.allocator.snapshot_file import Frame, Snapshot, read_snapshot, snaps
 __all__ = [
     "Alloc",
     "AllocatorSettings",
+    "Attachment",
     "DeviceRecording",
     "EmptyCache",
     "Event",
@@ -33,4 +36,5 @@ __all__ = [
     "reenact",
     "simulate",
     "snapshot_from",
+    "write_recording",
 ]

@@ -36,6 +36,18 @@ class LiveTensor:
     frames: tuple[Frame, ...]
     """Where it was allocated, innermost first, as far as the recording has it."""
 
+    @property
+    def place(self) -> Frame | None:
+        """Return the innermost line of Python outside torch, or the innermost line that says something.
+
+        What autograd's own threads allocate has no Python line: there it is the backward step, or the operator.
+        """
+        python = [frame for frame in self.frames if frame.file.endswith(".py")]
+        own = [frame for frame in python if "/torch/" not in frame.file.replace("\\", "/")]
+        steps = [frame for frame in self.frames if "Backward" in frame.function]
+        operators = [frame for frame in self.frames if frame.function.startswith("at::")]
+        return next(iter([*own, *python, *steps, *operators, *self.frames]), None)
+
 
 @dataclass(frozen=True)
 class DeviceRecording:
@@ -315,6 +327,6 @@ class _Reenactment:
                 live.pop(event.address, None)
         largest = sorted(live.items(), key=lambda item: (-item[1][0], item[0]))[: self._num_largest]
         return tuple(
-            LiveTensor(address, requested, max(stream, 0), stream < 0, tuple(frames_of(frames)))
+            LiveTensor(address, requested, max(stream, 0), stream < 0 and bool(self._trace), tuple(frames_of(frames)))
             for address, (requested, stream, frames) in largest
         )

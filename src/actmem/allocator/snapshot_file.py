@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
 from actmem.allocator.alloc_conf import MIB, AllocatorSettings
+from actmem.allocator.attachment import KEY, Attachment, attachment_from
+from actmem.allocator.opcode_scan import has_small_table
 from actmem.errors import ModeError, SnapshotError
 
 __all__ = ["Frame", "Snapshot", "SnapshotBlock", "SnapshotSegment", "TraceEvent", "read_snapshot"]
@@ -50,7 +52,8 @@ _HOW = (
 )
 
 
-class Frame(NamedTuple):
+@dataclass(frozen=True)
+class Frame:
     """One line of a stack."""
 
     file: str
@@ -103,6 +106,8 @@ class Snapshot:
     settings: AllocatorSettings
     has_settings: bool
     """Whether the file says which settings were in force. Versions of torch before 2.2 do not."""
+    attachment: Attachment
+    """What `actmem record` wrote beside the snapshot; empty if torch alone wrote the file."""
 
     @property
     def devices(self) -> list[int]:
@@ -162,6 +167,11 @@ def _unpickled(path: str | Path) -> object:
         raise SnapshotError(f"cannot read {str(path)!r}: {error.strerror}. {_HOW}") from None
     if data.startswith(_XZ):
         data = _unpacked(data, path)
+    if not has_small_table(data):
+        raise SnapshotError(
+            f"{str(path)!r} is a pickle that asks for a table larger than itself, which would fill the memory. No "
+            f"program writes such a pickle, so it was not read. {_HOW}"
+        )
     try:
         return _Inert(io.BytesIO(data)).load()
     except _NamedError as error:
@@ -171,9 +181,13 @@ def _unpickled(path: str | Path) -> object:
         ) from None
     except _BROKEN as error:
         raise SnapshotError(
-            f"{str(path)!r} ends too early or is no pickle ({type(error).__name__}: {error}). {_HOW} Copy the file "
+            f"{str(path)!r} ends too early or is no pickle ({_first_line(error)}). {_HOW} Copy the file "
             "again if it was transferred; compare its size with the original's."
         ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(",: ")
 
 
 def _unpacked(data: bytes, path: str | Path) -> bytes:
@@ -214,7 +228,8 @@ def snapshot_from(content: object, name: str) -> Snapshot:
         keys = f" with the keys {', '.join(sorted(map(repr, known))[:8])}" if known else ""
         kind = type(cast(object, content)).__name__
         raise SnapshotError(
-            f"{name!r} holds a {kind}{keys}, not a memory snapshot, which has the key 'segments'. {_HOW}"
+            f"{name!r} holds an object of type {kind}{keys}, and no memory snapshot, which has the key 'segments'. "
+            f"{_HOW}"
         )
     reader = _Reader(name)
     segments = tuple(reader.segment(each, i) for i, each in enumerate(reader.items(known["segments"], "segments")))
@@ -227,7 +242,7 @@ def snapshot_from(content: object, name: str) -> Snapshot:
         settings = _settings(raw, segments)
     except ModeError as error:
         raise SnapshotError(f"the settings that {name!r} was recorded under are not simulated: {error}") from None
-    return Snapshot(segments, traces, settings, has_settings=bool(raw))
+    return Snapshot(segments, traces, settings, bool(raw), attachment_from(known.get(KEY), name))
 
 
 def _dict(value: object) -> dict[str, Any]:
@@ -247,7 +262,7 @@ class _Reader:
 
     def items(self, value: object, where: str) -> list[Any]:
         if not isinstance(value, (list, tuple)):
-            raise self._unknown(f"{where} is a {type(value).__name__}, not a list")
+            raise self._unknown(f"{where} is of type {type(value).__name__}, not a list")
         return list(cast("list[Any]", value))
 
     def segment(self, value: object, index: int) -> SnapshotSegment:
@@ -321,7 +336,7 @@ class _Reader:
 
     def get(self, value: object, key: str, where: str) -> object:
         if not isinstance(value, dict):
-            raise self._unknown(f"{where} is a {type(value).__name__}, not a dict")
+            raise self._unknown(f"{where} is of type {type(value).__name__}, not a dict")
         if key not in value:
             raise self._unknown(f"{where} has no {key!r}")
         return cast("dict[str, Any]", value)[key]

@@ -203,6 +203,21 @@ class Explain(Common):
 
 
 @dataclass(frozen=True)
+class Snapshot(Common):
+    """Show what a memory snapshot of torch holds: peaks, unusable memory, the largest tensors. Nothing in it is run."""
+
+    file: Annotated[Positional[str], arg(metavar="FILE", help_behavior_hint="")]
+    """File that torch.cuda.memory._dump_snapshot or `actmem record` wrote: .pickle or .pickle.xz."""
+    _: KW_ONLY
+    plan: _File = None
+    """Plan file to compare the recording with. Default: the plan in the file, if `actmem record` wrote it."""
+    report: _File = None
+    """Write an interactive page to this .html file; it needs no network."""
+    largest: int = 10
+    """Number of tensors at the peak to list."""
+
+
+@dataclass(frozen=True)
 class Devices(Common):
     """List the known devices and the sources of their figures."""
 
@@ -223,7 +238,7 @@ class Schema(Common):
     """A command, or `error` for the output of a command that fails."""
 
 
-Command = Fit | Show | Measure | Verify | Largest | Doctor | Explain | Devices | Demo | Schema
+Command = Fit | Show | Measure | Verify | Largest | Doctor | Explain | Snapshot | Devices | Demo | Schema
 
 COMMANDS: dict[str, type[Command]] = {
     "fit": Fit,
@@ -233,6 +248,7 @@ COMMANDS: dict[str, type[Command]] = {
     "largest": Largest,
     "doctor": Doctor,
     "explain": Explain,
+    "snapshot": Snapshot,
     "devices": Devices,
     "demo": Demo,
     "schema": Schema,
