@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from actmem.reporting import Report, Trace
     from actmem.settings import Offload
     from actmem.simulation import Prediction, predict
+    from actmem.step_recorder import record
     from actmem.verification import Verification, verify
 
 
@@ -112,6 +113,7 @@ __all__ = [
     "offload",
     "predict",
     "profile",
+    "record",
     "replayable",
     "verify",
 ]
@@ -137,6 +139,7 @@ __getattr__, __dir__ = on_first_use(
         "actmem.reporting": "Report Trace",
         "actmem.settings": "Offload",
         "actmem.simulation": "Prediction predict",
+        "actmem.step_recorder": "record",
         "actmem.verification": "Verification verify",
     },
     rooms="allocator",

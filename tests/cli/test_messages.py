@@ -64,6 +64,7 @@ WRONG = {
     "no snapshot of that name": ("snapshot", "nowhere.pickle"),
     "a snapshot that is none": ("snapshot", "mine.py"),
     "a page of another form": ("snapshot", "mine.py", "--report", "page.pdf"),
+    "a recording of another form": ("record", "mine:make", "--out", "step.json"),
     "no schema of that name": ("schema", "fitt"),
 }
 SEVERAL = {

@@ -55,6 +55,7 @@ PROMISED = {
     "offload",
     "predict",
     "profile",
+    "record",
     "replayable",
     "verify",
 }

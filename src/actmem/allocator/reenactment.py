@@ -154,7 +154,11 @@ class _Reenactment:
             elif event.action in {"alloc", "oom"}:
                 self._allocate(self._at)
             elif event.action in _REQUESTS:
-                self._allocate(self._served_next(across_frees=True))
+                index = self._served_next(across_frees=True)
+                if index < len(trace):
+                    self._allocate(index)
+                else:  # the recording does not say for what: it is not found again
+                    self._at += 1
             elif event.action in _RELEASES:
                 self._give_back()
             else:
@@ -201,14 +205,13 @@ class _Reenactment:
     def _allocate(self, index: int) -> None:
         """Serve the allocation at a place of the trace; what the driver did for it is between here and there."""
         self._until = index
-        if index < len(self._trace):
-            event = self._trace[index]
-            block = self._allocator.allocate(event.num_bytes, event.stream, self._pools_at(event.address))
-            if event.action == "alloc":
-                self._addresses_right += block is not None and block.address == event.address
-                self._blocks[event.address] = block
-            elif block is not None:  # the recorded request failed
-                self._allocator.free(block)
+        event = self._trace[index]
+        block = self._allocator.allocate(event.num_bytes, event.stream, self._pools_at(event.address))
+        if event.action == "alloc":
+            self._addresses_right += block is not None and block.address == event.address
+            self._blocks[event.address] = block
+        elif block is not None:  # the recorded request failed
+            self._allocator.free(block)
         while self._at < index:
             if self._trace[self._at].action == "free_completed":
                 self._free(self._trace[self._at])

@@ -218,6 +218,17 @@ class Snapshot(Common):
 
 
 @dataclass(frozen=True)
+class Record(_UnderMode):
+    """Train a few steps on a CUDA device and record one, with plan and prediction, in a file to look into or send."""
+
+    _: KW_ONLY
+    out: Annotated[Path, arg(metavar="FILE", help_behavior_hint="")] = Path("step.pickle.xz")
+    """File to write. Default: step.pickle.xz."""
+    optimizer: Optimizer = "adamw"
+    """Optimizer to train with."""
+
+
+@dataclass(frozen=True)
 class Devices(Common):
     """List the known devices and the sources of their figures."""
 
@@ -238,7 +249,7 @@ class Schema(Common):
     """A command, or `error` for the output of a command that fails."""
 
 
-Command = Fit | Show | Measure | Verify | Largest | Doctor | Explain | Snapshot | Devices | Demo | Schema
+Command = Fit | Show | Measure | Verify | Largest | Doctor | Explain | Snapshot | Record | Devices | Demo | Schema
 
 COMMANDS: dict[str, type[Command]] = {
     "fit": Fit,
@@ -249,6 +260,7 @@ COMMANDS: dict[str, type[Command]] = {
     "doctor": Doctor,
     "explain": Explain,
     "snapshot": Snapshot,
+    "record": Record,
     "devices": Devices,
     "demo": Demo,
     "schema": Schema,

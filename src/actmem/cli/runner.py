@@ -47,6 +47,7 @@ _RUNNERS: dict[str, tuple[str, str, str]] = {
     "doctor": ("doctor", "run", "show"),
     "explain": ("explain", "run", "show"),
     "snapshot": ("snapshot", "run", "show"),
+    "record": ("record", "run", "show"),
     "devices": ("device_table", "run", "show"),
     "demo": ("demo", "run", ""),
 }
