@@ -177,17 +177,17 @@ def record_step(outcome: Outcome, size: Size, device: torch.device, dtype: torch
     model, batch = llama(size, device, dtype), batch_of(size, device)
     path = folder / "gpu_step.pickle.xz"
     profile = actmem.profile(model, batch, optimizer=None)
-    foretold = actmem.predict(profile, actmem.Full())
+    predicted = actmem.predict(profile, actmem.Full())
     with actmem.apply(model, actmem.Full()) as applied:
         for _ in range(2):
             train_step(model, batch)
         model.zero_grad()
-        with actmem.record(path, plan=applied.plan, prediction=foretold):
+        with actmem.record(path, plan=applied.plan, prediction=predicted):
             train_step(model, batch)
     snapshot = read_snapshot(path)
     found = reenact(snapshot, device.index or 0)
     outcome.exact["recording"] = {
-        "predicted_bytes": foretold.peak_bytes,
+        "predicted_bytes": predicted.peak_bytes,
         "allocated_bytes": found.peak_allocated_bytes,
         "reserved_bytes": found.peak_reserved_bytes,
         "allocations": found.allocations,
@@ -325,7 +325,9 @@ def main(argv: list[str] | None = None) -> int:
     small: dict[str, Any] = {"size": SMALL, "dtype": torch.float32, "repetitions": 3, "steps": 4} if given.small else {}
     outcome = run(device, folder=given.out, **small)
     outcome.print(Console(width=None if sys.stdout.isatty() else 200))
-    print(f"written: {outcome.write(given.out)}\nPlease send it with an issue, and gpu_step.pickle.xz beside it.")
+    print(
+        f"written: {outcome.write(given.out)}\nPlease send it with an issue, with gpu_step.pickle.xz from the same folder."
+    )
     return 0 if all(b.kept for b in outcome.bounds) else 1
 
 

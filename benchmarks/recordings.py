@@ -1,7 +1,7 @@
 """The allocator's simulation against public recordings of CUDA memory: a section of `benchmarks/validation.py`.
 
 The recordings lie outside the project, with an index that says where each is from. First every decision of a recording
-is made again, from its start and with the addresses that its driver returned. Then the recordings that begin with an
+is repeated, from its start and with the addresses that its driver returned. Then the recordings that begin with an
 empty allocator are simulated as a planner would: from the requests and frees alone, with addresses of the simulation's
 own.
 """

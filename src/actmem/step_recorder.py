@@ -53,7 +53,7 @@ def record(
     Args:
         path: The file to write; it must end in .pickle.xz.
         plan: The plan in force, such as `applied.plan`.
-        prediction: What `actmem.predict` foretold for the step.
+        prediction: What `actmem.predict` says of the step.
 
     Raises:
         ModeError: if the file has another ending, or cannot be written.

@@ -14,7 +14,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 import actmem
-from actmem.allocator import Attachment, read_snapshot, snapshot_from, write_recording
+from actmem.allocator import Attachment, read_snapshot, reenact, snapshot_from, write_recording
 from tests.allocator.recorder import MIB, Recorder
 
 
@@ -161,3 +161,9 @@ def test_a_list_of_segments_alone_is_a_snapshot_without_a_trace() -> None:
     assert found.devices == [0]
     assert found.traces == ()
     assert not found.has_settings
+
+
+def test_settings_of_a_recording_that_are_not_simulated_do_not_keep_it_from_being_read() -> None:
+    content = recorded()
+    content["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] = "per_process_memory_fraction:0.5,newer:1"
+    assert reenact(snapshot_from(content, "recorded"), 0).is_exact

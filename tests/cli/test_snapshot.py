@@ -82,10 +82,10 @@ def test_a_plan_is_shown_beside_the_recording(run: Run, recorder: Recorder) -> N
     told = json.loads(run("snapshot", "step.pickle", "--plan", "plan.json", "--json").out)["plan"]
     assert (told["predicted_bytes"], told["recorded_bytes"]) == (10 * MIB, 12 * MIB + 1024)
     said = run("snapshot", "step.pickle", "--plan", "plan.json").out
-    assert "foretold peak    10.0 MiB of 64.0 MiB; recorded 12.0 MiB, +2.0 MiB" in said
+    assert "predicted peak   10.0 MiB of 64.0 MiB; recorded 12.0 MiB, +2.0 MiB" in said
     replace(plan_of(1), predicted=None).save("rules.json")
     refused = run("snapshot", "step.pickle", "--plan", "rules.json")
-    assert refused.code == 2 and "foretells no peak" in refused.err
+    assert refused.code == 2 and "predicts no peak" in refused.err
 
 
 def test_a_recording_brings_its_own_plan_and_versions(run: Run, recorder: Recorder) -> None:

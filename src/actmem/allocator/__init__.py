@@ -5,8 +5,8 @@
   `address_ranges.py` the ranges of expandable segments, and `driver.py` the device that hands out memory.
 - `simulated_memory.py` runs a program's events through it, and says what they take.
 - `snapshot_file.py` reads what torch recorded on a real device, which `opcode_scan.py` has looked through first;
-  `start_state.py` finds the state in which the recording began, and `reenactment.py` makes all its decisions again.
-- `attachment.py` is what actmem writes beside a recording.
+  `start_state.py` finds the state in which the recording began, and `reenactment.py` repeats all its decisions.
+- `attachment.py` is what actmem adds to a recording.
 """
 
 from actmem.allocator.alloc_conf import AllocatorSettings

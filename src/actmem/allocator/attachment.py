@@ -1,4 +1,4 @@
-"""What `actmem record` writes beside a memory snapshot, in the same file: the plan, its prediction, and versions.
+"""What `actmem record` adds to the file of a memory snapshot: the plan, its prediction, and versions.
 
 The file is a snapshot of torch with one key more, so everything that reads snapshots reads it too.
 """
@@ -19,7 +19,7 @@ KEY = "actmem"
 
 @dataclass(frozen=True)
 class Attachment:
-    """The plan that was in force, what it foretold, and the versions of what ran.
+    """The plan that was in force, what it predicted, and the versions of what ran.
 
     >>> Attachment(versions={"actmem": "0.1"}, predicted_bytes=2**30).predicted_bytes
     1073741824
@@ -32,7 +32,7 @@ class Attachment:
     plan: str | None = None
     """The plan file's text; None if nothing was applied."""
     predicted_bytes: int | None = None
-    """The peak that was foretold for the step."""
+    """The peak that was predicted for the step."""
     timeline: tuple[int, ...] = ()
     """Bytes that the prediction has alive after each operator of the step."""
 
@@ -64,7 +64,7 @@ def write_recording(path: str | Path, snapshot: Mapping[str, Any], attachment: A
     Args:
         path: The file, such as step.pickle.xz.
         snapshot: What torch.cuda.memory._snapshot() returns.
-        attachment: What is written beside it.
+        attachment: What is added to it.
 
     Raises:
         ModeError: if the file cannot be written.

@@ -1,4 +1,4 @@
-"""Make the decisions of a recorded allocator again, and count how many come out as recorded.
+"""Repeat the decisions of a recorded allocator, and count how many come out as recorded.
 
 The simulation is told what a recording cannot tell of itself: the state at its start, the addresses that the driver
 returned and whether it failed, and when memory was freed and the cache emptied. Which block serves a request, when the

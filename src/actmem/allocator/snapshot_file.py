@@ -35,7 +35,7 @@ _BROKEN = (
     ValueError,
     pickle.UnpicklingError,
 )
-"""What an unpickler raises for bytes that are no pickle, or not all of one."""
+"""What an unpickler raises for bytes that are not a pickle, or not all of one."""
 _MOMENTS = (
     "alloc",
     "free_requested",
@@ -107,7 +107,7 @@ class Snapshot:
     has_settings: bool
     """Whether the file says which settings were in force. Versions of torch before 2.2 do not."""
     attachment: Attachment
-    """What `actmem record` wrote beside the snapshot; empty if torch alone wrote the file."""
+    """What `actmem record` added to the snapshot; empty if torch alone wrote the file."""
 
     @property
     def devices(self) -> list[int]:
@@ -154,7 +154,7 @@ def read_snapshot(path: str | Path) -> Snapshot:
         path: The file.
 
     Raises:
-        SnapshotError: if it cannot be read, is cut off, is no snapshot, comes from a version of torch whose format is
+        SnapshotError: if it cannot be read, is cut off, is not a snapshot, comes from a version of torch whose format is
             not known, or names anything to be imported.
     """
     return snapshot_from(_unpickled(path), str(path))
@@ -181,7 +181,7 @@ def _unpickled(path: str | Path) -> object:
         ) from None
     except _BROKEN as error:
         raise SnapshotError(
-            f"{str(path)!r} ends too early or is no pickle ({_first_line(error)}). {_HOW} Copy the file "
+            f"{str(path)!r} ends too early or is not a pickle ({_first_line(error)}). {_HOW} Copy the file "
             "again if it was transferred; compare its size with the original's."
         ) from None
 
@@ -343,7 +343,7 @@ class _Reader:
 
     def _unknown(self, what: str) -> SnapshotError:
         return SnapshotError(
-            f"{self._name!r} is no memory snapshot of a form that is known: {what}. Snapshots of torch 2.0 to 2.13 are "
+            f"{self._name!r} is not a memory snapshot of a known form: {what}. Snapshots of torch 2.0 to 2.13 are "
             "read; another version may write them otherwise."
         )
 
@@ -351,14 +351,20 @@ class _Reader:
 def _settings(raw: dict[str, Any], segments: tuple[SnapshotSegment, ...]) -> AllocatorSettings:
     if not raw:
         return AllocatorSettings(expandable_segments=any(segment.is_range for segment in segments))
-    text = raw.get("PYTORCH_CUDA_ALLOC_CONF") or raw.get("PYTORCH_ALLOC_CONF") or ""
-    named = AllocatorSettings.parse(text if isinstance(text, str) else "")
+    # The fields of the file are what was in force; only two settings are in the text alone. What else it names, such as
+    # a limit, or a setting of a newer torch, is not needed here: if it matters, decisions come out otherwise.
+    text = str(raw.get("PYTORCH_CUDA_ALLOC_CONF") or raw.get("PYTORCH_ALLOC_CONF") or "")
+    only = ("max_non_split_rounding_mb:", "backend:")
+    named = AllocatorSettings.parse(
+        ",".join(item for item in text.replace(" ", "").split(",") if item.startswith(only))
+    )
     most = raw.get("max_split_size", -1)
+    threshold = raw.get("garbage_collection_threshold", 0.0)
     numbers = list(_dict(raw.get("roundup_power2_divisions")).values())
     return AllocatorSettings(
-        expandable_segments=bool(raw.get("expandable_segments", named.expandable_segments)),
+        expandable_segments=bool(raw.get("expandable_segments", False)),
         max_split_bytes=most if isinstance(most, int) and 20 * MIB <= most < 2**62 else None,
         max_non_split_rounding_bytes=named.max_non_split_rounding_bytes,
         roundup_power2_divisions=tuple(numbers) if len(numbers) == 16 else named.roundup_power2_divisions,
-        garbage_collection_threshold=named.garbage_collection_threshold,
+        garbage_collection_threshold=threshold if isinstance(threshold, float) else 0.0,
     )

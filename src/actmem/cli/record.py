@@ -34,7 +34,7 @@ class RecordShown(Document):
     model: ModelShown
     mode: str
     predicted_bytes: int
-    """The peak that was foretold for the step."""
+    """The peak that was predicted for the step."""
     recorded_bytes: int
     """The recorded peak: allocated bytes."""
     recorded_reserved_bytes: int
@@ -59,20 +59,20 @@ def run(asked: Record, screen: Screen) -> tuple[RecordShown, int]:
         loaded = load(asked, place="cuda")
         profile = profiled(loaded, asked.blocks, None if asked.optimizer == "none" else asked.optimizer)
     plan = plan_of(profile, mode)
-    foretold = actmem.predict(profile, plan)
+    predicted = actmem.predict(profile, plan)
     step, _ = training_step(loaded, asked.optimizer)
     with screen.progress("training"), contextlib.ExitStack() as stack:
         stack.enter_context(actmem.apply(loaded.model, mode, blocks=asked.blocks))
         for _ in range(2):
             step()
-        with record(asked.out, plan=plan, prediction=foretold):
+        with record(asked.out, plan=plan, prediction=predicted):
             step()
     snapshot = read_snapshot(asked.out)
     found = [reenact(snapshot, device, num_largest=0) for device in snapshot.devices]
     shown = RecordShown(
         model=described(loaded, profile.blocks, profile.shapes),
         mode=plan.mode,
-        predicted_bytes=foretold.peak_bytes,
+        predicted_bytes=predicted.peak_bytes,
         recorded_bytes=max(each.peak_allocated_bytes for each in found),
         recorded_reserved_bytes=max(each.peak_reserved_bytes for each in found),
         written=str(asked.out),

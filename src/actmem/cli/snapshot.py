@@ -1,4 +1,4 @@
-"""`actmem snapshot`: what a memory snapshot of torch holds, with the allocator's simulation beside it."""
+"""`actmem snapshot`: what a memory snapshot of torch holds, compared with the allocator's simulation."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ class RecordedDeviceShown(Document):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedShown(Document):
-    """What a plan foretold, beside what was recorded."""
+    """What a plan predicted, compared with what was recorded."""
 
     mode: str
     predicted_bytes: int
-    """The peak that the plan foretold."""
+    """The peak that the plan predicted."""
     budget_bytes: int
     recorded_bytes: int
     """The recorded peak of the device that took most: allocated bytes."""
@@ -157,8 +157,8 @@ def run(asked: SnapshotCommand, screen: Screen) -> tuple[SnapshotShown, int]:
 def _with_prediction(plan: Plan, name: str) -> Plan:
     if plan.predicted is None:
         raise ModeError(
-            f"--plan {name} foretells no peak: it was not made for a budget. Make one that does: "
-            "actmem fit MODEL --budget AMOUNT --out plan.json"
+            f"--plan {name} predicts no peak: it was not made for a budget. Write one that does with "
+            "`actmem fit MODEL --budget AMOUNT --out plan.json`."
         )
     return plan
 
@@ -200,7 +200,7 @@ def show(shown: SnapshotShown, screen: Screen) -> None:
         difference = told.recorded_bytes - told.predicted_bytes
         screen.out.print(f"plan of {told.mode}, for {told.device}", markup=False)
         screen.out.print(
-            f"foretold peak    {size(told.predicted_bytes)} of {size(told.budget_bytes)}; recorded "
+            f"predicted peak   {size(told.predicted_bytes)} of {size(told.budget_bytes)}; recorded "
             f"{size(told.recorded_bytes)}, {'+' if difference >= 0 else '-'}{size(abs(difference))}\n"
         )
     if shown.report is not None:

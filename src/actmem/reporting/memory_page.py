@@ -75,7 +75,7 @@ class MemoryPage(_Data):
     name: str
     devices: list[DeviceView]
     predicted_bytes: int | None
-    """The peak that a plan foretold."""
+    """The peak that a plan predicted."""
     budget_bytes: int | None
     predicted: list[int]
     """Bytes that the plan's prediction has alive over the step, if the recording brings them."""

@@ -11,14 +11,14 @@ async function unpacked(id) {
 
 function draw(figure, device) {
   const curve = device.curve, last = Math.max(curve.moments[curve.moments.length - 1] || 1, 1);
-  const lines = [["foretold peak", data.predicted_bytes], ["budget", data.budget_bytes]].filter(([, bytes]) => bytes !== null);
+  const lines = [["predicted peak", data.predicted_bytes], ["budget", data.budget_bytes]].filter(([, bytes]) => bytes !== null);
   const [name, scale] = unit(Math.max(device.peak_reserved_bytes, ...lines.map(([, bytes]) => bytes)));
   const line = (title, x, bytes, color, dash) => ({ type: "scatter", mode: "lines", name: title, x, y: bytes.map((b) => b / scale),
     line: { width: 1.5, color, dash, shape: "hv" }, text: bytes.map((b) => `${title} ${size(b)}`), hovertemplate: "%{text}<extra></extra>" });
   const traces = [line("reserved", curve.moments, curve.reserved, css("--quiet"), "solid"),
     line("allocated", curve.moments, curve.allocated, css("--accent"), "solid")];
   // The prediction counts operators and the recording allocations: both are drawn over the whole width.
-  if (data.predicted.length) traces.push(line("foretold", data.predicted.map((_, at) => (at * last) / Math.max(data.predicted.length - 1, 1)), data.predicted, css("--recompute"), "dot"));
+  if (data.predicted.length) traces.push(line("predicted", data.predicted.map((_, at) => (at * last) / Math.max(data.predicted.length - 1, 1)), data.predicted, css("--recompute"), "dot"));
   const axis = { gridcolor: css("--grid"), linecolor: css("--line"), zeroline: false };
   Plotly.react(figure, traces, {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 56, r: 14, t: 16, b: 46 }, hovermode: "x",
