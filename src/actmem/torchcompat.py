@@ -41,6 +41,7 @@ __all__ = [
     "allocation_mark",
     "apart_from_graphs",
     "attention_backends",
+    "autocasts",
     "backward_code",
     "below_autograd",
     "checkpoint",
@@ -51,6 +52,7 @@ __all__ = [
     "current_graph_task",
     "dispatch_modes",
     "divide",
+    "function_call",
     "functorch_transform",
     "graph_is_kept",
     "hand_out_parameters",
@@ -132,6 +134,8 @@ try:
     backward_code: Any = torch.autograd.graph._engine_run_backward.__code__  # pyright: ignore[reportPrivateUsage]
     _module: Any = torch.nn.Module
     module_call: Any = _module._wrapped_call_impl.__code__
+    _function: Any = torch.autograd.Function
+    function_call: Any = _function.apply.__func__.__code__
     _engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
     _peek_functorch: Callable[[], Any] = _C._functorch.peek_interpreter_stack
 except AttributeError as missing:  # pragma: no cover - depends on the installed torch
@@ -294,6 +298,17 @@ def storage_key(storage: Any) -> int:
 
 
 _PRECISIONS = (("mkldnn", "matmul"), ("mkldnn", "conv"), ("cuda", "matmul"), ("cuda", "conv"))
+
+
+def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+    """Return the device types that autocast is on for, each with its dtype.
+
+    >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+    ...     autocasts()
+    (('cpu', torch.bfloat16),)
+    """
+    kinds = {"cpu", accelerator.type} if (accelerator := torch.accelerator.current_accelerator()) else {"cpu"}
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind))
 
 
 def numerics() -> tuple[Any, ...]:

@@ -143,6 +143,7 @@ def compare(
     num_steps: int = 2,
     blocks: str | None = None,
     replays: Iterable[str] = (),
+    opaque: Any = "hold",
 ) -> Report:
     """Train a plain model and an applied one side by side; the second step runs without the self-check.
 
@@ -154,10 +155,11 @@ def compare(
         num_steps: how often.
         blocks: as for `actmem.apply`.
         replays: operators, as "aten.mul", of which at least one call must have been replayed.
+        opaque: as for `actmem.apply`.
     """
     plain, managed = build(), build()
     x_plain, x_managed = x(), x()
-    with actmem.apply(managed, mode, blocks=blocks) as applied:
+    with actmem.apply(managed, mode, blocks=blocks, opaque=opaque) as applied:
         for n in range(num_steps):
             expected = outcome(plain, x_plain, step, seed=3 + n)
             assert_same_bits(expected, outcome(managed, x_managed, step, seed=3 + n))

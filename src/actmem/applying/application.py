@@ -13,10 +13,11 @@ from torch import nn
 
 from actmem import ops
 from actmem.applying.applied_block import BlockRunner, SharedState, applied_runner, install, uninstall
+from actmem.applying.rule_checks import check_module_glob, check_operator
 from actmem.compilercompat import keep_graph_order
 from actmem.decision_rules import Rule, Slices
 from actmem.decisions import Decision
-from actmem.engine import BlockFamily, Compilation, Verdicts, record_compiled_regions, resolve
+from actmem.engine import BlockFamily, Compilation, UnseenFunctions, Verdicts, record_compiled_regions, resolve
 from actmem.errors import ApplyError, ModeError, PlanError, StructureError
 from actmem.modes import Budget, FromPlan, Mode, Selective
 from actmem.offloading import Offloader, make_offloader
@@ -24,7 +25,7 @@ from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
 from actmem.settings import Offload
 from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
-from actmem.torchcompat import all_operator_names, named_modules
+from actmem.torchcompat import named_modules
 
 __all__ = [
     "Applied",
@@ -40,6 +41,7 @@ __all__ = [
 _MODES: tuple[type, ...] = get_args(Mode)
 Engine = Literal["auto", "tape", "checkpoint"]
 Collectives = Literal["save", "recompute"]
+Opaque = Literal["hold", "replay"]
 
 
 class Applied:
@@ -53,6 +55,7 @@ class Applied:
         compilation: Compilation,
         offloader: Offloader | None = None,
         undo: Sequence[Callable[[], None]] = (),
+        opaque: UnseenFunctions | None = None,
     ) -> None:
         self.plan = plan
         """The resolved decision: print it, save it, read it back."""
@@ -61,6 +64,7 @@ class Applied:
         self._compilation = compilation
         self._offloader = offloader
         self._undo = list(undo)
+        self._opaque = opaque
 
     def report(self) -> Report:
         """Report which engine ran, and what the latest observed step saved, recomputed, and could not replay. Print it.
@@ -108,6 +112,7 @@ class Applied:
         if self.plan.offload is not None and self.plan.offload.pin and not torch.accelerator.is_available():
             notes.append("pin = True has no meaning here: there is no accelerator, and so no page-locked memory.")
         notes += self._broken()
+        notes += [] if self._opaque is None else self._opaque.notes()
         skipped = [s.path for s in self._runners if s.num_without_gradient and s.decisions is None]
         if skipped:
             notes.append(f"skipped, because no gradient flows through: {paths_of(tuple(skipped))}.")
@@ -172,6 +177,7 @@ def apply(
     scope: Sequence[str] | None = None,
     engine: Engine = "auto",
     collectives: Collectives = "save",
+    opaque: Opaque = "hold",
     example: Any = None,
     step: Callable[[], object] | None = None,
     loss: Callable[[Any], Any] | None = None,
@@ -192,6 +198,10 @@ def apply(
         collectives: "save" never runs a collective twice. "recompute" treats the all-gathers, all-reduces,
             reduce-scatters and broadcasts of tensor and sequence parallel as the mode treats other operators, which
             frees their bytes and communicates again in the backward pass. Every rank must run the same operators.
+        opaque: "hold" holds what kernels make that torch cannot see (Triton, CUDA and C++ extensions), unless the
+            autograd Function that launches them was declared, by `replayable` or by actmem's table of known libraries.
+            "replay" runs every such Function again, as one operator, if it gives the same bits twice in the first
+            steps; the report lists which did, and which did not and are held.
         example: a batch, for `Budget`, which profiles the model: a dict for `model(**example)`, or a tuple.
         step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
         loss: a function of the output, for the same; by default `output.loss`.
@@ -214,11 +224,11 @@ def apply(
     >>> applied.remove()
     """
     profiled = _Profiled(example, step, loss, fake)
-    _validate(model, mode, engine, collectives, profiled)
+    _validate(model, mode, engine, collectives, opaque, profiled)
     if isinstance(mode, Budget):
         mode = _fitted(model, mode, profiled, blocks, scope)
         blocks = scope = None  # the plan names its blocks
-    return _install(model, _resolve(model, mode, engine, blocks, scope), engine, collectives, loss)
+    return _install(model, _resolve(model, mode, engine, blocks, scope), engine, collectives, opaque, loss)
 
 
 # ---------------------------------------------------------------- validate: refuse what cannot be
@@ -234,16 +244,16 @@ class _Profiled(NamedTuple):
 
 
 def _validate(
-    model: nn.Module, mode: Mode | Plan, engine: Engine, collectives: Collectives, profiled: _Profiled
+    model: nn.Module, mode: Mode | Plan, engine: Engine, collectives: Collectives, opaque: Opaque, profiled: _Profiled
 ) -> None:
     check_module(model)
-    _refuse_unknown(mode, engine, collectives)
+    _refuse_unknown(mode, engine, collectives, opaque)
     _refuse_profiled(mode, profiled)
-    _refuse_combined(mode, engine, collectives)
+    _refuse_combined(mode, engine, collectives, opaque)
     refuse_state(model)
 
 
-def _refuse_unknown(mode: Mode | Plan, engine: Engine, collectives: Collectives) -> None:
+def _refuse_unknown(mode: Mode | Plan, engine: Engine, collectives: Collectives, opaque: Opaque) -> None:
     if not isinstance(mode, (*_MODES, Plan)):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
         names = ", ".join(m.__name__ for m in _MODES)
         raise ModeError(
@@ -259,6 +269,11 @@ def _refuse_unknown(mode: Mode | Plan, engine: Engine, collectives: Collectives)
         raise ModeError(
             f"collectives = {collectives!r} is not known. Expected 'save' (run once) or 'recompute' (run again in "
             "the backward pass, on every rank)."
+        )
+    if opaque not in ("hold", "replay"):
+        raise ModeError(
+            f"opaque = {opaque!r} is not known. Expected 'hold' (what unseen kernels make is held, unless declared) or "
+            "'replay' (autograd Functions that launch them run again, if they give the same bits twice)."
         )
 
 
@@ -279,7 +294,17 @@ def _refuse_profiled(mode: Mode | Plan, profiled: _Profiled) -> None:
         raise ModeError(f"{mode!r} needs a batch to plan for. Write actmem.apply(model, {mode!r}, example=batch).")
 
 
-def _refuse_combined(mode: Mode | Plan, engine: Engine, collectives: Collectives) -> None:
+def _refuse_combined(mode: Mode | Plan, engine: Engine, collectives: Collectives, opaque: Opaque) -> None:
+    if isinstance(mode, Budget) and opaque == "replay":
+        raise ModeError(
+            "opaque = 'replay' finds out during the first steps what may run again, and a Budget is planned before "
+            "them. Leave it out, and declare the functions that are pure: actmem.replayable(fn)."
+        )
+    if engine == "checkpoint" and opaque == "replay":
+        raise ModeError(
+            "opaque = 'replay' is about the tape, and engine = 'checkpoint' is torch's own, which runs all code of the "
+            "blocks again. Leave one of them out."
+        )
     if isinstance(mode, Budget) and engine == "checkpoint":
         raise ModeError(
             "engine = 'checkpoint' runs whole blocks twice, and its peak is not the planned one. Leave it out: a "
@@ -443,10 +468,10 @@ def check_rules(
     report says so.
     """
     for op in dict.fromkeys(rule.op for rule in rules if rule.op is not None):
-        _check_operator(op)
+        check_operator(op)
     for rule in rules:
         if rule.module is not None:
-            _check_module(rule, model)
+            check_module_glob(rule, model)
         chosen = [b for b in blocks if rule.layers is None or Slices.parse(rule.layers).contains(b.index, len(blocks))]
         if not chosen:
             raise ModeError(
@@ -503,38 +528,6 @@ def device_of(model: nn.Module) -> torch.device:
     return next((d for d in devices if d.type not in ("cpu", "meta")), next(iter(devices), torch.device("cpu")))
 
 
-def _check_operator(selector: str) -> None:
-    if selector in ops.GROUPS or selector == ops.INPUT or selector.startswith("replayable."):
-        return
-    known = all_operator_names() | ops.HIGHER_ORDER
-    for part in selector.split("|"):
-        if part in ops.GROUPS:
-            continue
-        packet = None if ops.is_glob(part) else ops.packet_name(part)[0]
-        if not any(ops.matches(part, name, "default") or name == packet for name in known):
-            hint = ops.did_you_mean(part, sorted({*known, *ops.GROUPS}))
-            raise ModeError(
-                f"op = {part!r} is not an operator, group or glob that torch knows.{hint} Groups: "
-                f"{', '.join(sorted(ops.GROUPS))}."
-            )
-
-
-def _check_module(rule: Rule, model: nn.Module) -> None:
-    assert rule.module is not None
-    paths = [path for path, _ in named_modules(model) if path]
-    if not any(fnmatchcase(path, rule.module) for path in paths):
-        wanted = rule.module.strip("*.")
-        names = paths if "." in wanted else list(dict.fromkeys(p.rpartition(".")[2] for p in paths))
-        hint = ops.did_you_mean(wanted, names)
-        if wanted in names:  # it is there, but not at the root
-            hint = f" Did you mean {wanted if '.' in wanted else f'*.{wanted}'!r}?"
-        example = max(paths, key=lambda path: path.count("."))
-        raise ModeError(
-            f"module = {rule.module!r} matches no module of this model.{hint} A glob is matched against whole "
-            f"paths, such as {example!r}: module='*{example.rpartition('.')[1]}{example.rpartition('.')[2]}'."
-        )
-
-
 # ---------------------------------------------------------------- install: a runner for every block
 
 
@@ -543,13 +536,15 @@ def _install(
     resolved: _Resolved,
     engine: Engine,
     collectives: Collectives,
+    opaque: Opaque,
     loss: Callable[[Any], Any] | None,
 ) -> Applied:
     plan, blocks = resolved.plan, resolved.blocks
     offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
     compilation = Compilation({b.path: b.module for b in blocks})
     shared = SharedState(plan, model)
-    shared.runners = _runners(resolved, engine, collectives, shared, compilation, offloader)
+    unseen = UnseenFunctions(replay=opaque == "replay")
+    shared.runners = _runners(resolved, engine, collectives, shared, compilation, offloader, unseen)
     undo: list[Callable[[], None]] = []
     if engine == "checkpoint":
         undo.append(keep_graph_order())
@@ -561,7 +556,7 @@ def _install(
 
         guard = Guard(model, plan, loss)
         undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
-    return Applied(plan, blocks, shared.runners, compilation, offloader, undo)
+    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen)
 
 
 def _runners(
@@ -571,6 +566,7 @@ def _runners(
     shared: SharedState,
     compilation: Compilation,
     offloader: Offloader | None,
+    unseen: UnseenFunctions,
 ) -> tuple[BlockRunner, ...]:
     """Make a runner for each block. Blocks of one class for which the plan says the same are one family."""
     plan = resolved.plan
@@ -594,6 +590,7 @@ def _runners(
                 offloader=offloader,
                 offload=plan.offload,
                 exact=plan.exact,
+                opaque=unseen,
             )
         )
     return tuple(runners)

@@ -45,6 +45,7 @@ from actmem import ops
 from actmem.compilercompat import break_graph
 from actmem.engine import (
     DESCRIBED,
+    IMPORTED,
     Away,
     BlockFamily,
     Cut,
@@ -53,10 +54,14 @@ from actmem.engine import (
     Tape,
     Traced,
     Tracer,
+    UnseenFunctions,
+    declare_libraries,
+    learn,
     log_once,
     record_compiled_regions,
     recording,
     run_checkpointed,
+    running_function,
     smallest_cut,
     storages_of,
     tensors,
@@ -306,6 +311,7 @@ class BlockRunner:
         offloader: Offloader | None = None,
         offload: Offload | None = None,
         exact: bool = False,
+        opaque: UnseenFunctions | None = None,
     ) -> None:
         self.path = path
         self.family = family
@@ -339,6 +345,8 @@ class BlockRunner:
         self._state_storages: frozenset[int] = frozenset()
         self._exact = exact
         """The plan is followed to the letter. See NOTE [ Barriers ]."""
+        self._opaque = opaque
+        """What is known of autograd Functions that launch unseen kernels, for all blocks of the model."""
         self._reissue = reissue
         """Functional collectives may run again."""
         self._cut: Cut | None = None
@@ -371,9 +379,15 @@ class BlockRunner:
         self.idle = not self.num_checked and self.verdicts.keeps_everything
         self._nested = _fsdp_units(block)
         self._state_storages = self._state()
-        self.observation = Observation(self._state_storages)
+        if not IMPORTED.isdisjoint(sys.modules):
+            declare_libraries()
+        opaque = self._opaque if self._opaque is not None and self._opaque.replay else None
+        self.observation = Observation(self._state_storages, None if opaque is None else running_function)
         out = self._record(block, forward, args, kwargs, inputs, self.observation)
-        self._cut_program(self.observation, inputs)
+        if opaque is not None and learn(opaque, self.observation):
+            self.num_checked = max(self.num_checked, 1)  # the next call runs them as one operator each
+        else:
+            self._cut_program(self.observation, inputs)
         self._observed()
         return out
 
@@ -399,6 +413,7 @@ class BlockRunner:
             away=self._away(),
             exact=self._exact,
             places=Places(block) if observation is not None or self.verdicts.follows_modules else None,
+            opaque=self._opaque,
         )
         try:
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):

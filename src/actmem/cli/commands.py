@@ -200,6 +200,13 @@ class Explain(Common):
 
     file: Annotated[Positional[str], arg(metavar="[FILE]", help_behavior_hint="")] = "-"
     """File with the message, traceback or log; - reads stdin."""
+    _: KW_ONLY
+    model: Annotated[str | None, arg(metavar="MODEL", help_behavior_hint="")] = None
+    """For an out-of-memory error: a built-in name, whose tensors are compared with the one that did not fit."""
+    sequence: _Number = None
+    """Tokens per sequence, for the same."""
+    batch: _Number = None
+    """Sequences per batch, for the same. Default: 1."""
 
 
 @dataclass(frozen=True)

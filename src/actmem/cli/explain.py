@@ -57,7 +57,7 @@ def run(asked: Explain, screen: Screen) -> tuple[ExplainShown, int]:
             raise ModeError(
                 f"cannot read {asked.file!r}: {error.strerror}. Name a file with the message, or - for stdin."
             ) from None
-    candidates = explain(text).candidates
+    candidates = explain(text, model=asked.model, sequence=asked.sequence, batch=asked.batch).candidates
     causes = tuple(project(CauseShown, each.cause, evidence=each.evidence) for each in candidates)
     return ExplainShown(known=bool(causes), causes=causes), 0 if causes else ANSWER_IS_NO
 

@@ -14,6 +14,7 @@
 
 - `recompute_errors.py` and `surroundings.py` are the data: torch's checkpoint, and what surrounds it. The causes of
   actmem's own errors are in `actmem.error_causes`, which the engine reads too.
+- `memory_errors.py` reads the numbers of an out-of-memory error.
 - `explanation.py` finds the causes that fit a text and the shapes that it lists, and ranks them.
 """
 

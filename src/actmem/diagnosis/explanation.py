@@ -10,10 +10,11 @@ import re
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from actmem.diagnosis.memory_errors import OutOfMemory, products, read_out_of_memory
 from actmem.diagnosis.recompute_errors import RECOMPUTING
 from actmem.diagnosis.surroundings import AROUND
 from actmem.error_causes import OWN, Cause, Pairs
@@ -27,6 +28,7 @@ _LINE_START = re.compile(r"^(?:\[[^\]\n]*\]:?[ \t]*|[|>│][ \t]?)+", re.MULTILI
 # torch's own advice mentions torch.compile and dynamic shapes whether they are in use or not.
 _ADVICE = re.compile(r"Tip: To see a more detailed error message, either pass .{0,1500}?workaround examples\.")
 _WIDTH = 100
+_MEMORY = "out-of-memory"
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,22 @@ _UNKNOWN = "\n".join(
 )
 
 
-def explain(error_or_text: BaseException | str) -> Explanation:
-    """Find the likely causes of an error in recomputation or offloading, each with its fix.
+def explain(
+    error_or_text: BaseException | str,
+    *,
+    model: Any = None,
+    sequence: int | None = None,
+    batch: int | None = None,
+) -> Explanation:
+    """Find the likely causes of an error in recomputation, offloading or memory, each with its fix.
 
     Args:
         error_or_text: an exception, a warning, a traceback as text, or a whole log. An unknown text gives an
             explanation without candidates, never an error.
+        model: whose error it is, for an out-of-memory error: a name of the catalogue, a model with a `config`, or a
+            config of transformers. The tensor that did not fit is then looked for among its own.
+        sequence: tokens per sequence, for the same.
+        batch: sequences per batch, for the same.
 
     >>> print(explain("ValueError: Unexpected keyword arguments: max_seqlen"))
     1. keywords-refused
@@ -97,9 +109,47 @@ def explain(error_or_text: BaseException | str) -> Explanation:
         match = re.search(cause.message, text)
         if match is not None and (candidate := _weighed(cause, match, text, pairs)) is not None:
             found[cause.name] = candidate
+    if _MEMORY in found and (reading := read_out_of_memory(text)) is not None:
+        found[_MEMORY] = _of_memory(found[_MEMORY], reading, model, sequence, batch)
     special = {c.cause.message for c in found.values() if not c.cause.general}
     kept = [c for c in found.values() if not c.cause.general or c.cause.message not in special]
     return Explanation(tuple(sorted(kept, key=lambda c: -c.score)))
+
+
+def _of_memory(
+    known: Candidate, reading: OutOfMemory, model: Any, sequence: int | None, batch: int | None
+) -> Candidate:
+    """Return the cause of an out-of-memory error in the numbers of its text."""
+    evidence = [*known.evidence[:1], *reading.says()]
+    if model is not None:
+        dimensions = _dimensions(model, sequence, batch)
+        fitting = list(products(dimensions, *reading.tensor_bytes))
+        evidence.append("; or ".join(fitting) if fitting else "no tensor that follows from the model's sizes fits that")
+    name = model if isinstance(model, str) else None
+    cause = known.cause
+    fix = " ".join(filter(None, (reading.advice(), cause.fix)))
+    command = reading.command(name, sequence, batch)
+    return Candidate(replace(cause, fix=fix, actmem=command or cause.actmem), tuple(evidence), known.score)
+
+
+def _dimensions(model: Any, sequence: int | None, batch: int | None) -> dict[str, int]:
+    """Return the sizes that a model's config names."""
+    if isinstance(model, str):
+        from actmem.catalogue import find  # builds models too, with torch
+
+        model = find(model)
+    config = getattr(model, "config", model)
+    text = getattr(config, "text_config", None) or config
+    names = {
+        "hidden": "hidden_size",
+        "intermediate": "intermediate_size",
+        "vocabulary": "vocab_size",
+        "heads": "num_attention_heads",
+    }
+    found = {name: getattr(text, attribute, None) for name, attribute in names.items()}
+    found["heads"] = found["heads"] or getattr(text, "num_heads", None)
+    given = {**found, "sequence": sequence, "batch": batch or (1 if sequence else None)}
+    return {name: value for name, value in given.items() if isinstance(value, int)}
 
 
 def _weighed(cause: Cause, match: re.Match[str], text: str, pairs: tuple[Pair, ...]) -> Candidate | None:

@@ -255,8 +255,8 @@ _MEMORY = (
         what="The step needs more memory than there is. If checkpointing is on, it may not reach the blocks; if memory "
         "grew from step to step, something keeps tensors alive.",
         fix="actmem.doctor(model, example=batch, mode=mode) shows whether a mode has any effect, and what grows.",
-        actmem="actmem.fit(model, batch, budget='72GiB', device='h100-80gb') finds a plan that fits, or says what "
-        "would; applied.report() shows what is held.",
+        actmem="actmem fit MODEL --device this --budget 0.9, on the machine of the card, finds a plan that fits, or "
+        "says what would; applied.report() shows what is held.",
         reports=github("NVIDIA-NeMo/Automodel#1986"),
     ),
 )

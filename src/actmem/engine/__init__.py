@@ -11,6 +11,8 @@ or prints.
 - `compiled_regions.py` has the graphs of compiled functions recorded as one operator each.
 - `eager_checkpoint.py` and `second_forward.py` are torch's own checkpoint under the same plan; `torch.compile` uses it.
 - `whole_calls.py` records functions as one operator; `pure_functions.py` has `replayable`.
+- `unseen_functions.py` finds the autograd Functions that launch unseen kernels; `kernel_libraries.py` is the table of
+  known ones, and `kernel_launches.py` sees Triton's launches.
 """
 
 from actmem.engine.away import Away
@@ -36,11 +38,12 @@ from actmem.engine.holding_rules import (
     written_in_place,
 )
 from actmem.engine.holdings import storage_of
-from actmem.engine.observation import Cut, Observation, ObservedOperator, Places, smallest_cut
-from actmem.engine.operators import DESCRIBED, REASONS, Operator, describe
+from actmem.engine.observation import Cut, Observation, ObservedOperator, Places, UnseenFunctions, smallest_cut
+from actmem.engine.operators import DESCRIBED, REASONS, WHOLE_CALLS, Operator, describe
 from actmem.engine.pure_functions import replayable
 from actmem.engine.replay import asked_by_function, replaying, unpack
 from actmem.engine.tape import Handle, Tape
+from actmem.engine.unseen_functions import IMPORTED, declare_libraries, learn, running_function
 from actmem.engine.values import (
     KEPT,
     Node,
@@ -61,10 +64,12 @@ from actmem.engine.whole_calls import recording
 __all__ = [
     "DESCRIBED",
     "HOLD",
+    "IMPORTED",
     "KEPT",
     "REASONS",
     "RESERVE",
     "UNLIMITED",
+    "WHOLE_CALLS",
     "Away",
     "BlockFamily",
     "Compilation",
@@ -79,17 +84,20 @@ __all__ = [
     "Tape",
     "Traced",
     "Tracer",
+    "UnseenFunctions",
     "Value",
     "Verdicts",
     "all_debts",
     "asked_by_function",
     "checksum",
+    "declare_libraries",
     "describe",
     "geometry",
     "has_bytes",
     "inherited",
     "is_piece",
     "kept_by",
+    "learn",
     "log_once",
     "made",
     "needs_private_copy",
@@ -107,6 +115,7 @@ __all__ = [
     "replaying",
     "resolve",
     "run_checkpointed",
+    "running_function",
     "see",
     "settle",
     "smallest_cut",

@@ -52,6 +52,8 @@ class Holdings:
         self.paused = False
         """Operators run unrecorded: they belong to a call that is recorded as a whole, to an outer hook, or to the
         self-check."""
+        self.communicated = False
+        """A collective ran while operators were unrecorded."""
         self.observation = observation
         self._values: dict[int, Value] = {}
         self._trainable: Any = trainable

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,7 +22,7 @@ from actmem.engine.operators import Operator
 from actmem.engine.values import Value
 from actmem.torchcompat import module_call, named_modules, storage_key
 
-__all__ = ["Cut", "Observation", "ObservedOperator", "Places", "smallest_cut"]
+__all__ = ["Cut", "Observation", "ObservedOperator", "Places", "UnseenFunctions", "smallest_cut"]
 
 
 class ObservedOperator:
@@ -89,9 +89,15 @@ class ObservedOperator:
 class Observation:
     """The rows of one block call."""
 
-    def __init__(self, state: frozenset[int]) -> None:
+    def __init__(self, state: frozenset[int], function: Callable[[], Any] | None = None) -> None:
         self._state = state
         """Storages of the model's parameters and buffers, which are alive whatever the tape holds."""
+        self._function = function
+        """Says which autograd Function runs; None if nobody wants to know."""
+        self.in_functions: list[tuple[ObservedOperator, Any]] = []
+        """The values that are not replayed and were made in an autograd Function, with its class."""
+        self.launching: list[Any] = []
+        """The autograd Functions that launched a Triton kernel."""
         self.rows: list[ObservedOperator] = []
         self.funcs: list[Any] = []
         """The operators of the call, in order, without views."""
@@ -109,6 +115,13 @@ class Observation:
         if value.node is not None:
             row.parents = value.node.parents
         self._add(value, row)
+        if self._function is not None and value.why is not None and (kind := self._function()) is not None:
+            self.in_functions.append((row, kind))
+
+    def launched(self) -> None:
+        """Note that a Triton kernel was launched."""
+        if self._function is not None and (kind := self._function()) is not None:
+            self.launching.append(kind)
 
     def special(self, operator: Operator, never: Reason | None, writes: Any, unread: Any, coverage: Any) -> None:
         """Note a call that writes, draws or is never replayed. For whoever wants to know how values came about."""
@@ -156,8 +169,52 @@ class Observation:
     def forget_program(self) -> None:
         """Keep the rows, and drop the links between them."""
         self.funcs.clear()
+        self.in_functions.clear()
         for row in self.rows:
             row.parents = ()
+
+
+class UnseenFunctions:
+    """What the blocks of one model know of autograd Functions that launch unseen kernels. See `unseen_functions.py`."""
+
+    def __init__(self, *, replay: bool) -> None:
+        self.replay = replay
+        """Take every Function that launches unseen kernels, not only those that were declared."""
+        self.taken: dict[str, Any] = {}
+        """Functions that were recorded as one operator, without the user's word."""
+        self.held: dict[str, str] = {}
+        """Functions that are not: name -> why."""
+
+    def takes(self, declaration: Any) -> bool:
+        """Return whether a declared Function is recorded as one operator, and note that it is."""
+        if declaration.name in self.held or (declaration.found and not self.replay):
+            return False
+        self.taken[declaration.name] = declaration
+        return True
+
+    def hold(self, declaration: Any, why: str) -> None:
+        """Note that what a Function makes is held from now on."""
+        self.taken.pop(declaration.name, None)
+        self.held[declaration.name] = why
+
+    def notes(self) -> Iterator[str]:
+        """Say which Functions are run again without the user's word, and which are not although that was asked for."""
+        libraries: dict[str, list[str]] = {}
+        found: list[str] = []
+        for name, declaration in self.taken.items():
+            if declaration.library is None:
+                found.append(name)
+            else:
+                libraries.setdefault(declaration.library, []).append(name.rpartition(".")[2])
+        for library, names in libraries.items():
+            yield (
+                f"replayed as one operator each, because {library} is known to launch deterministic kernels: "
+                f"{', '.join(sorted(names))}."
+            )
+        if found:
+            yield f'replayed as one operator each, because of opaque="replay": {", ".join(sorted(found))}.'
+        for name, why in sorted(self.held.items()):
+            yield f"held, because {name} may not run again: {why}."
 
 
 class Places:

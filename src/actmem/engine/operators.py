@@ -43,10 +43,14 @@ __all__ = [
     "REASONS",
     "UNINITIALISED",
     "UNREPEATABLE_ON_ACCELERATOR",
+    "WHOLE_CALLS",
     "Operator",
     "describe",
     "generator_state",
 ]
+
+WHOLE_CALLS = ("replayable.", "triton.")
+"""How the names of Python functions begin that are recorded as one operator: declared pure, or a launch of Triton."""
 
 REASONS: dict[Reason, str] = {
     Reason.UNINITIALISED: "born uninitialised; a kernel that the tape cannot see may have filled it",
@@ -247,7 +251,7 @@ class Operator:
         """Runs as other operators, and the tape records those. See NOTE [ Undivided ]."""
         self.reissued = False
         """A collective that may run again on request."""
-        self.declared = packet is not None and packet.startswith("replayable.")
+        self.declared = packet is not None and packet.startswith(WHOLE_CALLS[0])
         """A Python function that was declared pure, by `actmem.replayable`."""
         self.view: bool | int = False
         """Computes nothing: every output shares the storage of an input. 2 if it also sets the conj or neg bit."""
@@ -286,6 +290,7 @@ class Operator:
         else:
             self.packet = self.name = packet
             self.overload = ""
+            self.numerics = self.declared  # nobody knows what it computes
         self.plain = not (
             self.view
             or self.composite

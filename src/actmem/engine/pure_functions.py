@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import Function
 
 from actmem.engine.operators import Operator
+from actmem.engine.tape import Tape
+from actmem.engine.values import take_apart
 from actmem.engine.whole_calls import record_call, recording
+from actmem.torchcompat import is_wrapper
 
-__all__ = ["replayable"]
+__all__ = ["Declaration", "declare", "replayable"]
 
 _NOT_PURE = (
     "a Function that writes into its inputs (ctx.mark_dirty) is not pure. Do not declare it with actmem.replayable: "
@@ -60,24 +64,105 @@ def replayable(fn: F) -> F:
 
 
 def _declare_function_class(kind: Any) -> None:
+    declare(kind, Declaration(kind.__qualname__))
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """Who says that an autograd Function is pure, and what it writes nevertheless."""
+
+    name: str
+    """The Function's name in reports."""
+    library: str | None = None
+    """The library that it belongs to, if actmem's own table declares it."""
+    found: bool = False
+    """It was seen launching unseen kernels, and is replayed only where `opaque="replay"` asks for that."""
+    writes: tuple[int, ...] = ()
+    """Positions of the arguments that its kernels overwrite."""
+    in_place: int | None = None
+    """Position of a flag: if it is set, the first argument is overwritten."""
+
+    @property
+    def by_user(self) -> bool:
+        """Whether the user has declared it."""
+        return self.library is None and not self.found
+
+    def written(self, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """Return the positions of the arguments that a call overwrites."""
+        flag = self.in_place
+        return (0,) if flag is not None and flag < len(args) and args[flag] else self.writes
+
+    def taken(self, tape: Tape, args: tuple[Any, ...]) -> bool:
+        """Return whether a tape records this call as one operator."""
+        if self.by_user:
+            return True
+        if any(isinstance(a, torch.Tensor) and is_wrapper(type(a)) for a in args):
+            return False  # a distributed tensor: the Function sees its parts, and may communicate
+        opaque = tape.opaque
+        return self.library is not None if opaque is None else opaque.takes(self)
+
+
+def declare(kind: Any, declaration: Declaration) -> None:
+    """Change an autograd Function class so that its calls are recorded as one operator. Does nothing a second time."""
     original = kind.forward
-    if getattr(original, "_actmem_replayable", False):
-        return
+    before: Declaration | None = getattr(original, "_actmem_declaration", None)
+    if before is not None:
+        if before.by_user or not declaration.by_user:
+            return
+        original = original.__wrapped__
+    name = f"replayable.{kind.__qualname__}"
     if kind.setup_context is not Function.setup_context:
-        forward = replayable(original)
+        forward = _without_context(original, name, declaration)
     else:
-        forward = _with_context(original, kind.__qualname__)
-    forward._actmem_replayable = True  # pyright: ignore[reportFunctionMemberAccess]
+        forward = _with_context(original, name, declaration)
+    forward._actmem_declaration = declaration  # pyright: ignore[reportFunctionMemberAccess]
     kind.forward = staticmethod(forward)
 
 
-def _with_context(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _without_context(original: Callable[..., Any], name: str, declaration: Declaration) -> Callable[..., Any]:
+    """Wrap a forward that takes no `ctx`."""
+    operator = Operator(original, name)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tape = None if torch.compiler.is_compiling() else recording()
+        if tape is None or not declaration.taken(tape, args):
+            return original(*args, **kwargs)
+        return _recorded(tape, operator, original, args, kwargs, declaration)
+
+    return forward
+
+
+def _recorded(
+    tape: Tape, operator: Operator, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], declaration: Declaration
+) -> Any:
+    written = _leaves_of(args, declaration.written(args))
+    opaque = None if declaration.by_user else tape.opaque
+    refuted = None if opaque is None else functools.partial(opaque.hold, declaration)
+    return record_call(tape, operator, call, args, kwargs, written=written, refuted=refuted)
+
+
+def _leaves_of(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[int]:
+    """Return where the arguments at these positions are among the leaves of all. They are tensors themselves.
+
+    >>> _leaves_of((torch.ones(1), [1, 2], torch.ones(1)), (0, 2))
+    [0, 3]
+    """
+    starts: list[int] = []
+    leaves: list[Any] = []
+    for a in args:
+        starts.append(len(leaves))
+        take_apart(a, leaves)
+    return [starts[i] for i in positions if i < len(args) and isinstance(args[i], torch.Tensor)]
+
+
+def _with_context(original: Callable[..., Any], name: str, declaration: Declaration) -> Callable[..., Any]:
     """Wrap a forward that takes `ctx`. What it saves through `ctx` counts as a result too."""
 
     @functools.wraps(original)
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        tape = recording()
-        if tape is None:
+        tape = None if torch.compiler.is_compiling() else recording()
+        if tape is None or not declaration.taken(tape, args):
             return original(ctx, *args, **kwargs)
         needs: tuple[bool, ...] = tuple(ctx.needs_input_grad)
 
@@ -94,7 +179,7 @@ def _with_context(original: Callable[..., Any], name: str) -> Callable[..., Any]
                 raise TypeError(_NOT_PURE)
             return out, tuple(getattr(ctx, "to_save", None) or ())
 
-        record_call(tape, Operator(again, f"replayable.{name}"), first, args, kwargs)
+        _recorded(tape, Operator(again, name), first, args, kwargs, declaration)
         return out
 
     return forward

@@ -72,7 +72,7 @@ _EMPTY: Any = torch.ops.aten.empty_strided.default
 _SAVE, _RECOMPUTE = Decision.SAVE, Decision.RECOMPUTE
 _SAVED, _OFFLOADED = Reason.SAVED, Reason.OFFLOADED
 _EXTERNAL, _GENERATOR = Reason.EXTERNAL, Reason.GENERATOR
-_OPAQUE, _UNINITIALISED = Reason.OPAQUE, Reason.UNINITIALISED
+_COLLECTIVE, _OPAQUE, _UNINITIALISED = Reason.COLLECTIVE, Reason.OPAQUE, Reason.UNINITIALISED
 
 
 class Handle:
@@ -131,11 +131,14 @@ class Tape(Holdings, TorchDispatchMode):
         away: Away | None = None,
         exact: bool = False,
         places: Places | None = None,
+        opaque: Any = None,
     ) -> None:
         TorchDispatchMode.__init__(self)  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
         Holdings.__init__(self, inputs, trainable, observation)
         self.lock = threading.RLock()
         """Held during a replay: backward may run on several threads."""
+        self.opaque = opaque
+        """What is known of Functions that launch unseen kernels (`UnseenFunctions`); None: only what was declared."""
         self._places = places
         """Where to look up which module runs; None if nobody wants to know."""
         self._verdicts = verdicts
@@ -178,6 +181,8 @@ class Tape(Holdings, TorchDispatchMode):
                 self._bits = True
             return func(*args, **kwargs) if kwargs else func(*args)
         if self.paused:
+            if operator.never is _COLLECTIVE:
+                self.communicated = True
             return func(*args, **kwargs) if kwargs else func(*args)
         if self._provisional:
             self._adopt(args)

@@ -18,6 +18,7 @@ The last two become held when something that autograd saves cannot do without th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import weakref
@@ -305,10 +306,16 @@ def tensors(*items: Any) -> Iterator[Tensor]:
 
 
 class Again:
-    """Call a declared function again, from its arguments as one flat list, with its generators as they were."""
+    """Call a declared function again, from its arguments as a flat list, with generators and autocast as they were."""
 
-    def __init__(self, function: Any, spec: Any, states: list[tuple[Generator, Tensor]]) -> None:
-        self.function, self.spec, self.states = function, spec, states
+    def __init__(
+        self,
+        function: Any,
+        spec: Any,
+        states: list[tuple[Generator, Tensor]],
+        autocasts: tuple[tuple[str, torch.dtype], ...] = (),
+    ) -> None:
+        self.function, self.spec, self.states, self.autocasts = function, spec, states, autocasts
 
     def __call__(self, *leaves: Any) -> Any:
         """Call it, and leave the generators in their present state."""
@@ -317,7 +324,10 @@ class Again:
             g.set_state(state)
         try:
             args, kwargs = put_together(self.spec, iter(leaves))
-            return self.function(*args, **kwargs)
+            with contextlib.ExitStack() as casting:
+                for device, dtype in self.autocasts:
+                    casting.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
+                return self.function(*args, **kwargs)
         finally:
             for g, state in now:
                 g.set_state(state)

@@ -23,6 +23,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from actmem.engine import WHOLE_CALLS
 from actmem.log_entries import CallRan, Entry, Left, LiveEntry, OperatorEntry, OpRan, Packed, StorageDied, TensorGone
 from actmem.measuring import (
     ByteLedger,
@@ -203,13 +204,14 @@ class Chronicle(TorchDispatchMode):
     def claim(self, op: str, call: tuple[int, int], tell: Callable[[int, int], None]) -> int:
         """Attribute the last operator seen, or else the next one, to a call of a block. Return its cost.
 
-        An operator that writes is announced before it runs: then `tell` gets its cost when it has run.
+        An operator that writes is announced before it runs: then `tell` gets its cost when it has run. A function that
+        is recorded as one operator is known here by the last operator that runs in it, or by its first if it writes.
         """
         at = len(self.log) - 1
         while at >= 0 and not isinstance(self.log[at], OperatorEntry):  # deaths may follow it
             at -= 1
         last = self.log[at] if at >= 0 else None
-        if isinstance(last, OpRan) and self._names[last.cost] == op:
+        if isinstance(last, OpRan) and (self._names[last.cost] == op or op.startswith(WHOLE_CALLS)):
             self.log[at] = CallRan(*call, last.cost, last.live_bytes, last.workspace_bytes)
             return last.cost
         self._claim = (op, call, tell)
@@ -285,7 +287,7 @@ class Chronicle(TorchDispatchMode):
             self._workspaces[number] = max(workspace, self._workspaces.get(number, 0))
         ledger.event += 1
         claim, self._claim = self._claim, None
-        if claim is not None and claim[0] == name:
+        if claim is not None and (claim[0] == name or claim[0].startswith(WHOLE_CALLS)):
             claim[2](claim[1][1], number)
             self.log.append(CallRan(*claim[1], number, ledger.main.live_bytes, workspace))
         else:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from actmem.decisions import Decision, Reason
-from actmem.engine import Cut, Operator, Verdicts, describe, resolve, smallest_cut
+from actmem.engine import WHOLE_CALLS, Cut, Operator, Verdicts, describe, resolve, smallest_cut
 from actmem.errors import PlanError
 from actmem.offloading import bound_of
 from actmem.plan import Plan
@@ -140,6 +140,8 @@ def _decide(layer: Layer, verdicts: Verdicts) -> list[Decision]:
 @functools.cache
 def _operator(name: str) -> Operator:
     """Find an operator by its name, such as `aten.mm.default`."""
+    if name.startswith(WHOLE_CALLS):
+        return Operator(None, name)  # a Python function that was recorded as one operator
     func: Any = torch.ops
     try:
         for part in name.split("."):
