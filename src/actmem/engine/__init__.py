@@ -40,7 +40,7 @@ from actmem.engine.observation import Cut, Observation, ObservedOperator, Places
 from actmem.engine.operators import DESCRIBED, REASONS, Operator, describe
 from actmem.engine.pure_functions import replayable
 from actmem.engine.replay import asked_by_function, replaying, unpack
-from actmem.engine.tape import Handle, Tape
+from actmem.engine.tape import Flattened, Handle, Tape
 from actmem.engine.values import (
     KEPT,
     Node,
@@ -69,6 +69,7 @@ __all__ = [
     "BlockFamily",
     "Compilation",
     "Cut",
+    "Flattened",
     "Handle",
     "KeptValues",
     "Node",
