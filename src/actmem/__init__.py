@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from actmem.plan import Plan
     from actmem.planner import Frontier, Largest, fit, frontier, largest
     from actmem.profiles import Profile
-    from actmem.profiling import profile
+    from actmem.profiling import profile, profile_rank
     from actmem.reporting import Report, Trace
     from actmem.settings import Offload
     from actmem.simulation import Prediction, predict
@@ -113,6 +113,7 @@ __all__ = [
     "offload",
     "predict",
     "profile",
+    "profile_rank",
     "record",
     "replayable",
     "verify",
@@ -135,7 +136,7 @@ __getattr__, __dir__ = on_first_use(
         "actmem.plan": "Plan",
         "actmem.planner": "Frontier Largest fit frontier largest",
         "actmem.profiles": "Profile",
-        "actmem.profiling": "profile",
+        "actmem.profiling": "profile profile_rank",
         "actmem.reporting": "Report Trace",
         "actmem.settings": "Offload",
         "actmem.simulation": "Prediction predict",

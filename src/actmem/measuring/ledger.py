@@ -195,7 +195,7 @@ class ByteLedger:
         """Book a resize outside every operator. Return whether it changed a counted size."""
         entry = self._live.get(id(storage))
         if entry is None:  # FSDP keeps empty storages between steps and fills them: the step allocates what is in them
-            self._open(storage, storage.device)
+            self._open(storage, self._device if storage.device.type == "meta" else storage.device)
             return True
         return self._settle(entry, storage)
 
@@ -319,13 +319,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-_listeners: list[Callable[[torch.UntypedStorage], None]] = []
+_listeners: list[Callable[[torch.UntypedStorage], object]] = []
 _restore: list[Callable[[], None]] = []
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def watching_resizes(listener: Callable[[torch.UntypedStorage], None]) -> Generator[None]:
+def watching_resizes(listener: Callable[[torch.UntypedStorage], object]) -> Generator[None]:
     """Call `listener` with each storage that was resized, after the fact, until the block is left."""
     with _lock:
         if not _listeners:

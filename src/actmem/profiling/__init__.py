@@ -2,6 +2,7 @@
 
 from actmem.profiling.complaints import called_as
 from actmem.profiling.examples import argument_names, loss_of, named_arguments, shapes_of
+from actmem.profiling.rank_profile import profile_rank
 from actmem.profiling.restored_state import Restored, generator_states, inputs_of
 from actmem.profiling.shards import STEP, sharded
 from actmem.profiling.step_profile import check_step, profile, profiles
@@ -17,6 +18,7 @@ __all__ = [
     "loss_of",
     "named_arguments",
     "profile",
+    "profile_rank",
     "profiles",
     "shapes_of",
     "sharded",

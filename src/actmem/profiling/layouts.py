@@ -69,6 +69,18 @@ def _laid(tensor: Tensor, wanted: torch.memory_format) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, memory_format=wanted)
 
 
+def _same(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
+    """Return the argument itself, as the real operator does."""
+    return args[0]
+
+
+def _in_flight(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
+    """Wrap the result of a collective that nobody has waited for, as the real operator does."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return AsyncCollectiveTensor(args[0])
+
+
 _BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
 _PADDINGS = tuple(f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (2, 3))
 _REDUCED = ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
@@ -82,6 +94,8 @@ _IN_ORDER = (
 
 LAYOUTS: dict[str, Callable[[Any, Any, dict[str, Any]], Any]] = {
     "aten._grouped_mm": _grouped,
+    "_c10d_functional.wait_tensor": _same,
+    "_c10d_functional._wrap_tensor_autograd": _in_flight,
     **{f"aten.{name}": _reduced for name in _REDUCED},
     **{f"aten.{name}": _contiguous for name in _IN_ORDER},
     **{f"aten.{name}": _as_suggested(0) for name in (*_BATCH_NORMS, *_PADDINGS, "max_unpool2d", "channel_shuffle")},

@@ -40,9 +40,15 @@ from actmem.profiling.restored_state import Preserved
 from actmem.profiling.session import Session
 from actmem.shapes import TensorShape
 from actmem.structure import Block
-from actmem.torchcompat import FakeTensor, FakeTensorMode, after_backward, never_compile
+from actmem.torchcompat import (
+    FakeTensor,
+    FakeTensorMode,
+    after_backward,
+    is_traceable_wrapper_subclass,
+    never_compile,
+)
 
-__all__ = ["profile_loop"]
+__all__ = ["profile_loop", "profile_made"]
 
 
 def profile_loop(
@@ -81,6 +87,13 @@ def profile_loop(
     del loop
     _refuse_fakes(mode)
     return seen
+
+
+def profile_made(
+    model: nn.Module, found: Sequence[Block], device: torch.device, step: Callable[[], object], mode: Any, **facts: Any
+) -> Profile:
+    """Profile a step whose model was made under a fake mode, which is active. Nothing is restored."""
+    return _Loop(model, step).profile(found, device, mode=mode, **facts)
 
 
 def _faked(loop: _Loop, found: Sequence[Block], device: torch.device, mode: Any, routing: str, **facts: Any) -> Profile:
@@ -287,7 +300,9 @@ class _Phased(Chronicle):
     def _convert(self, args: Any, kwargs: Any) -> None:
         """Register the fake version of a tensor that no walk found: like the original, it is not part of the step."""
         for tensor in tensors_in((args, kwargs)):
-            if not isinstance(tensor, FakeTensor) and tensor.is_floating_point():
+            if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
+                continue
+            if tensor.is_floating_point():
                 self.ledger.read(self._mode.from_tensor(tensor))
 
 

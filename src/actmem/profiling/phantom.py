@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from actmem.decisions import Decision, Reason
 from actmem.engine import (
+    Flattened,
     Handle,
     Observation,
     Operator,
@@ -394,10 +395,12 @@ class PhantomTape(Tape):
     @never_compile
     def pack(self, tensor: Tensor) -> Any:
         """Give autograd a handle without bytes behind it."""
-        if is_traceable_wrapper_subclass(tensor) or tensor.is_nested or storage_of(tensor) is None:
+        if is_traceable_wrapper_subclass(tensor) and not tensor.is_nested:
+            return self._pack_wrapper(tensor)
+        if tensor.is_nested or storage_of(tensor) is None:
             raise UnsupportedError(
-                f"a block saves a {type(tensor).__name__} for backward, but only plain tensors can be profiled. "
-                "Profile the model before it is sharded or made sparse; shard=N stands for FSDP."
+                f"a block saves a {type(tensor).__name__} for backward, which cannot be profiled. Profile the model "
+                "before it is made sparse, with batches that are padded instead of nested."
             )
         storage = tensor.untyped_storage()
         value = self._values.get(storage._cdata)  # pyright: ignore[reportPrivateUsage]
@@ -444,6 +447,10 @@ class _Handle(Handle):
 
 @never_compile
 def _unpack(handle: Any) -> Tensor:
+    if isinstance(handle, Flattened):
+        inner = {name: _unpack(x) if isinstance(x, (_Handle, Flattened)) else x for name, x in handle.inner.items()}
+        kind: Any = handle.kind
+        return kind.__tensor_unflatten__(inner, handle.context, handle.size, handle.stride)
     phantom = handle.phantom
     phantom.chronicle.note(Unpacked(phantom.layer, phantom.index, phantom.chronicle.live_bytes))
     copy = handle.copy

@@ -14,6 +14,7 @@ from actmem.collector import uncollected
 from actmem.engine import record_compiled_regions, storages_of, tensors
 from actmem.errors import UnsupportedError
 from actmem.log_entries import Entered, Left, PhaseBegan, StorageDied
+from actmem.measuring import watching_resizes
 from actmem.profiles import COPY, Call, Cost, Layer, Profile, Value
 from actmem.profiling.chronicle import BackwardBegan, BackwardEnded, Chronicle, settled
 from actmem.profiling.complaints import for_real
@@ -159,7 +160,7 @@ class Session:
         for queue in self._queues.values():
             self._wrap(queue)
         try:
-            with self._chronicle:
+            with watching_resizes(self._chronicle.ledger.resized), self._chronicle:
                 yield
         finally:
             for block in self._found:

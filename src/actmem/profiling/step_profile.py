@@ -172,10 +172,11 @@ def _check(
         )
     _check_count("microbatches", microbatches)
     _check_count("shard", shard)
-    if shard == 1 and any(hasattr(p, "device_mesh") for p in model.parameters()):
+    if any(hasattr(p, "device_mesh") for p in model.parameters()):
         raise ModeError(
-            "the model is already sharded (its parameters are DTensors), and one rank's shard cannot be profiled. "
-            "Profile the model before fully_shard(...), and pass the number of ranks: shard=N."
+            "the model is already sharded (its parameters are DTensors), and an example does not say what the other "
+            "ranks do. Profile a step of one rank, without the others: actmem.profile_rank(build, world=N), where "
+            "build() makes the model, shards it and returns (model, step)."
         )
     wrapper = type(model).__name__
     if fake and isinstance(model, (DataParallel, DistributedDataParallel)):

@@ -1,0 +1,154 @@
+"""What one process predicts of a rank is what that rank measures in a real job, on gloo."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import actmem
+from tests.distributed import layouts
+from tests.distributed.ranks import local
+from tests.patience import PATIENCE_SECONDS
+
+Make = Callable[[], layouts.Job]
+
+MODES: dict[str, Any] = {
+    "plain": actmem.SaveEverything(),
+    "full": actmem.Full(),
+    "selective": actmem.Selective(save=["attention", actmem.every_second("matmul")]),
+}
+_TOLERANCE = 64
+
+
+def builds(make: Make) -> Callable[[], tuple[nn.Module, Callable[[], object]]]:
+    def build() -> tuple[nn.Module, Callable[[], object]]:
+        job = make()
+        return job.model, job.step
+
+    return build
+
+
+def _worker(rank: int, world: int, cases: Sequence[tuple[str, str]], folder: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name, mode in cases:
+        store = dist.FileStore(f"{folder}/{name}.{mode}.store", world)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=PATIENCE_SECONDS)
+        )
+        job: layouts.Job = getattr(layouts, name)()
+        if mode != "plain":
+            actmem.apply(job.model, MODES[mode])
+        job.step()
+        job.step()
+        # A thread of gloo's lets go of a buffer late now and then: the smaller of two is the step's own.
+        measured = [actmem.measure(job.step, model=job.model, optimizer=job.optimizer) for _ in range(2)]
+        found = {
+            "bytes": min(m.tensor_bytes for m in measured),
+            "parameters": [local(p.detach()).double().sum().item() for p in job.model.parameters()],
+        }
+        Path(folder, f"{name}.{mode}.{rank}.json").write_text(json.dumps(found))
+        dist.destroy_process_group()
+
+
+def compare(makes: Sequence[Make], world: int, modes: Sequence[str], folder: Path) -> None:
+    """Run every job under every mode on real ranks, and compare each of them with its prediction."""
+    names = [make.__name__ for make in makes]
+    cases = [(name, mode) for name in names for mode in modes]
+    torch.multiprocessing.spawn(_worker, args=(world, cases, str(folder)), nprocs=world)
+    wrong: list[str] = []
+    for make, name in zip(makes, names, strict=True):
+        for rank in range(world):
+            found = actmem.profile_rank(builds(make), world=world, rank=rank)
+            plain = json.loads((folder / f"{name}.{modes[0]}.{rank}.json").read_text())
+            for mode in modes:
+                real = json.loads((folder / f"{name}.{mode}.{rank}.json").read_text())
+                predicted = actmem.predict(found, MODES[mode], "h100-80gb").tensor_bytes
+                if abs(predicted - real["bytes"]) > _TOLERANCE:
+                    wrong.append(f"{name}, rank {rank}, {mode}: predicted {predicted}, measured {real['bytes']}")
+                if real["parameters"] != plain["parameters"]:
+                    wrong.append(f"{name}, rank {rank}, {mode}: trained otherwise than plain")
+    assert not wrong, "\n".join(wrong)
+
+
+QUICK = (layouts.fsdp, layouts.sequences, layouts.experts, layouts.pipeline_interleaved_zero_bubble)
+
+
+def test_a_rank_takes_what_was_predicted_of_it(tmp_path: Path) -> None:
+    compare(QUICK, 2, ("plain", "full"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("makes", "world"),
+    [(layouts.TWO, 2), (layouts.PIPELINES, 2), (layouts.FOUR, 4), (layouts.EIGHT, 8)],
+    ids=["two", "pipelines", "four", "eight"],
+)
+def test_every_layout_takes_what_was_predicted_of_it(makes: Sequence[Make], world: int, tmp_path: Path) -> None:
+    compare(makes, world, tuple(MODES), tmp_path)
+
+
+# -------------------------------------------------------------------- what profile_rank leaves, and refuses
+
+
+def test_profiles_of_several_ranks_and_sizes_follow_each_other_in_one_process() -> None:
+    found = [actmem.profile_rank(builds(layouts.fsdp), world=2, rank=rank).base_bytes for rank in (0, 1, 0)]
+    assert found[0] == found[2]
+    assert not dist.is_initialized()
+
+
+def test_the_size_of_the_job_does_not_change_what_its_largest_dimension_repeats() -> None:
+    def build(world: int) -> Any:
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("copies", "shard"))
+        job = layouts.trained(layouts.shard(layouts.decoder(), mesh))
+        return job.model, job.step
+
+    small, large = (actmem.profile_rank(lambda w=world: build(w), world=world) for world in (4, 4096))
+    assert actmem.predict(small, actmem.Full(), "h100-80gb") == actmem.predict(large, actmem.Full(), "h100-80gb")
+
+
+def test_a_process_that_belongs_to_a_group_is_refused() -> None:
+    def build() -> Any:
+        return actmem.profile_rank(builds(layouts.fsdp), world=2)
+
+    with pytest.raises(actmem.ModeError, match="already rank 1 of a group of 8"):
+        actmem.profile_rank(build, world=8, rank=1)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"world": 0}, "world = 0"),
+        ({"world": 2, "rank": 2}, "from 0 to 1"),
+        ({"world": 2, "routing": "even"}, "routing = 'even'"),
+    ],
+)
+def test_a_rank_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(actmem.ModeError, match=message):
+        actmem.profile_rank(builds(layouts.fsdp), **arguments)
+
+
+def test_a_build_that_returns_no_step_is_refused() -> None:
+    with pytest.raises(actmem.ModeError, match=r"not \(model, step\)"):
+        actmem.profile_rank(layouts.decoder, world=2)  # type: ignore[arg-type]
+
+
+def test_a_pipeline_that_would_ask_its_neighbours_is_refused() -> None:
+    def build() -> Any:
+        stage = layouts.PipelineStage(layouts.Stage(layouts.decoder(), 0, 2), 0, 2, torch.device("cpu"))
+        schedule = layouts.ScheduleGPipe(stage, 2, loss_fn=layouts.loss_of)
+        return stage.submod, lambda: schedule.step(torch.zeros(2, 32, dtype=torch.int64))
+
+    with pytest.raises(actmem.UnsupportedError, match="input_args="):
+        actmem.profile_rank(build, world=2)
