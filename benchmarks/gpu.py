@@ -325,9 +325,7 @@ def main(argv: list[str] | None = None) -> int:
     small: dict[str, Any] = {"size": SMALL, "dtype": torch.float32, "repetitions": 3, "steps": 4} if given.small else {}
     outcome = run(device, folder=given.out, **small)
     outcome.print(Console(width=None if sys.stdout.isatty() else 200))
-    print(
-        f"written: {outcome.write(given.out)}\nPlease send it with an issue, with gpu_step.pickle.xz from the same folder."
-    )
+    print(f"written: {outcome.write(given.out)}\nPlease send it, and gpu_step.pickle.xz next to it, with an issue.")
     return 0 if all(b.kept for b in outcome.bounds) else 1
 
 

@@ -154,8 +154,8 @@ def read_snapshot(path: str | Path) -> Snapshot:
         path: The file.
 
     Raises:
-        SnapshotError: if it cannot be read, is cut off, is not a snapshot, comes from a version of torch whose format is
-            not known, or names anything to be imported.
+        SnapshotError: if it cannot be read, is cut off, is not a snapshot, comes from a version of torch with another
+            format, or names anything to be imported.
     """
     return snapshot_from(_unpickled(path), str(path))
 
