@@ -42,12 +42,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from actmem import ops
-from actmem.compilercompat import break_graph
+from actmem.compilercompat import break_graph, graph_breaks
 from actmem.engine import (
     DESCRIBED,
     Away,
     BlockFamily,
     Cut,
+    ModulePieces,
     Observation,
     Places,
     Tape,
@@ -226,7 +227,9 @@ def _forward(original: Any, family: BlockFamily, runners: dict[int, BlockRunner]
             if not hasattr(self, "_is_replica"):
                 return original.forward(self, *args, **kwargs)
             runner = next(iter(runners.values()))
-        pieces = compiler if family.has_pieces else None
+        pieces = compiler if family.traceable else None
+        if pieces is not None and family.names_parts:
+            pieces = ModulePieces(pieces, family.verdicts)
         return runner.run(self, compiling(original.forward, pieces), args, kwargs)
 
     @never_compile
@@ -325,7 +328,9 @@ class BlockRunner:
         self.decisions: list[Traced] | None = None
         """What the plan said at every operator of the latest call that was observed."""
         self.given_up = False
-        """Dynamo could not trace the block whole, so it runs in eager although it is compiled."""
+        """Dynamo could not trace the block whole, so it runs in pieces although it is compiled."""
+        self.breaks: list[str] = []
+        """Why, in torch's words: the graph breaks that were met when the block was observed."""
         self.active = True
         self._observed = observed
         """Called after each observed forward."""
@@ -372,7 +377,10 @@ class BlockRunner:
         self._nested = _fsdp_units(block)
         self._state_storages = self._state()
         self.observation = Observation(self._state_storages)
+        before = graph_breaks() if self.given_up else None
         out = self._record(block, forward, args, kwargs, inputs, self.observation)
+        if before is not None:
+            self.breaks += [reason for reason, count in graph_breaks().items() if count > before.get(reason, 0)]
         self._cut_program(self.observation, inputs)
         self._observed()
         return out

@@ -36,6 +36,7 @@ from actmem.engine.holding_rules import (
     written_in_place,
 )
 from actmem.engine.holdings import storage_of
+from actmem.engine.module_pieces import ModulePieces
 from actmem.engine.observation import Cut, Observation, ObservedOperator, Places, smallest_cut
 from actmem.engine.operators import DESCRIBED, REASONS, Operator, describe
 from actmem.engine.pure_functions import replayable
@@ -71,6 +72,7 @@ __all__ = [
     "Cut",
     "Handle",
     "KeptValues",
+    "ModulePieces",
     "Node",
     "Observation",
     "ObservedOperator",

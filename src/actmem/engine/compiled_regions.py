@@ -87,6 +87,24 @@ class Region:
         return seen_region(self.call, list(args))
 
 
+class DividedRegion:
+    """A compiled graph that runs operator by operator, in place of itself: notes for the report that it ran."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.call, name)
+
+    @never_compile
+    def __call__(self, *args: Any) -> Any:
+        """Call the graph."""
+        tape = recording()
+        if tape is not None and tape.observation is not None:
+            tape.observation.divided.append(tape.address)
+        return self.call(*args)
+
+
 def _never(source: str) -> Reason | None:
     """Return why a graph may not run again, by its source; None if it may.
 
@@ -120,7 +138,9 @@ def record_compiled_regions() -> bool:
 
 def _take(kind: Any) -> None:
     graph = _graph_in(kind.compiled_fw)
-    if graph is not None and not kind.metadata.tokens:
+    if graph is None:
+        kind.compiled_fw = DividedRegion(kind.compiled_fw)
+    elif not kind.metadata.tokens:
         kind.compiled_fw = Region(kind.compiled_fw, graph, kind.metadata)
         kind._backward_impl = staticmethod(_seen_backward(kind._backward_impl))
 

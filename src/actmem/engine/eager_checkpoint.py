@@ -141,8 +141,8 @@ class BlockFamily:
         """Whether the plan is for a budget, which no compiled graph keeps."""
         self.offloads = verdicts.offloads
         """Whether values leave at the border of a graph: the tape runs the block, and its pieces are compiled."""
-        self.has_pieces = traceable and not verdicts.looks_into_modules
-        """Whether what Dynamo can compile of a block that it cannot take in as a whole runs compiled."""
+        self.names_parts = verdicts.looks_into_modules
+        """Whether graphs inside a block must end where a module does that the plan names."""
         self.active = True
         self.compilation = compilation
         self.needs_answers = not verdicts.recomputes_everything

@@ -95,6 +95,8 @@ class Observation:
         self.rows: list[ObservedOperator] = []
         self.funcs: list[Any] = []
         """The operators of the call, in order, without views."""
+        self.divided: list[str] = []
+        """The module of each call of a compiled graph whose operators the tape saw one by one."""
         self._values: list[tuple[weakref.ref[Value], ObservedOperator]] = []
         self._handles: list[tuple[weakref.ref[Any], ObservedOperator]] = []
 
