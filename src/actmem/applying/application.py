@@ -533,8 +533,8 @@ def _install(
 ) -> Applied:
     plan, blocks = resolved.plan, resolved.blocks
     offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
-    compilation = Compilation({b.path: b.module for b in blocks})
     shared = SharedState(plan, model)
+    compilation = Compilation({b.path: b.module for b in blocks}, shared.log)
     shared.runners = _runners(resolved, engine, collectives, shared, compilation, offloader)
     undo: list[Callable[[], None]] = []
     if engine == "checkpoint":

@@ -506,10 +506,14 @@ class SharedState:
                 stacklevel=2,
             )
 
+    def log(self, decisions: list[Traced]) -> None:
+        """Log what was decided, each operator and decision once."""
+        log_once(decisions, self._plan.rules, self._logged)
+
     def called(self) -> None:
         """Log what was decided, and notice, when every block has run once, that none of the plan's names matched."""
         decisions = [row for s in self.runners for row in s.decisions or ()]
-        log_once(decisions, self._plan.rules, self._logged)
+        self.log(decisions)
         self._warn_of_uncompiled()
         if not self._named or any(s.decisions is None for s in self.runners):
             return
