@@ -23,6 +23,7 @@ __all__ = [
     "graph_breaks",
     "innermost_backend",
     "is_compiled_backward",
+    "is_compiled_function",
     "keep_graph_order",
     "leave_frame",
     "on_compiled_function",
@@ -112,6 +113,15 @@ def compiled_functions() -> Iterator[Any]:
     for kind in torch.autograd.Function.__subclasses__():
         if hasattr(kind, "_aot_id") and hasattr(kind, "compiled_fw"):
             yield kind
+
+
+def is_compiled_function(function: Any) -> bool:
+    """Return whether a function is what torch.compile made of another.
+
+    >>> is_compiled_function(torch.compile(abs)), is_compiled_function(abs)
+    (True, False)
+    """
+    return hasattr(function, "_torchdynamo_orig_callable")
 
 
 def is_compiled_backward(node: Any) -> bool:

@@ -318,7 +318,8 @@ def _counted(rows: list[ObservedOperator]) -> Iterator[Counted]:
 
 
 def _reason(row: ObservedOperator) -> str:
-    return "" if row.why is None else REASONS.get(row.why, row.why)
+    why = row.cause if row.kind == "unseen" or row.why is None else row.why
+    return "" if why is None else REASONS.get(why, why)
 
 
 def _packet(op: str) -> tuple[str, str]:
