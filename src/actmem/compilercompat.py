@@ -19,8 +19,13 @@ __all__ = [
     "break_graph",
     "compiled_functions",
     "compiler_budget",
+    "compiles_never",
+    "graph_breaks",
+    "innermost_backend",
     "is_compiled_backward",
+    "is_compiled_function",
     "keep_graph_order",
+    "leave_frame",
     "on_compiled_function",
     "saved_by_partitioner",
     "seen_region",
@@ -29,12 +34,44 @@ __all__ = [
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _eval_frame: Any = _C._dynamo.eval_frame
+_BITS = (_C.DispatchKey.Conjugate, _C.DispatchKey.Negative)
 _set_versions: Callable[[Any, Any], None] = _C._autograd._unsafe_set_version_counter
 
 
 def break_graph() -> None:
     """End a graph here, while a frame is being compiled."""
     torch._dynamo.graph_break()  # pyright: ignore[reportPrivateUsage]
+
+
+def leave_frame() -> Any:
+    """Return what tells Dynamo to run one frame as it is, now, and to look at those that it calls."""
+    from torch._dynamo.types import ConvertFrameReturn
+
+    return ConvertFrameReturn(apply_to_code=False)
+
+
+def graph_breaks() -> dict[str, int]:
+    """Count the graph breaks of this process by their reason, in torch's words: the first line of each."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    found: dict[str, int] = {}
+    for reason, count in ({} if dynamo is None else dict(dynamo.counters["graph_break"])).items():
+        first = str(reason).strip().partition("\n")[0]
+        found[first] = found.get(first, 0) + count
+    return found
+
+
+def compiles_never(code: Any) -> bool:
+    """Return whether Dynamo never begins a graph in this code: torch's own, and that of Python."""
+    import torch._dynamo.trace_rules as rules
+
+    return bool(cast(Any, rules).check(code))
+
+
+def innermost_backend(compiler: Any) -> Any:
+    """Return the backend that a compiler of frames compiles graphs with."""
+    import torch._dynamo.eval_frame as eval_frame
+
+    return cast(Any, eval_frame).innermost_backend(compiler)
 
 
 def saved_by_partitioner(listener: Callable[[list[Any]], None]) -> None:
@@ -78,6 +115,15 @@ def compiled_functions() -> Iterator[Any]:
             yield kind
 
 
+def is_compiled_function(function: Any) -> bool:
+    """Return whether a function is what torch.compile made of another.
+
+    >>> is_compiled_function(torch.compile(abs)), is_compiled_function(abs)
+    (True, False)
+    """
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
 def is_compiled_backward(node: Any) -> bool:
     """Return whether a backward step is that of a compiled graph."""
     return hasattr(getattr(node, "_forward_cls", None), "_aot_id")
@@ -119,6 +165,8 @@ def seen_region(call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
     from torch._higher_order_ops.wrap import InductorCompiledCallable, inductor_compiled_code
 
     region: Any = inductor_compiled_code
+    for key in _BITS:  # torch has no kernel for them: a graph reads a conjugated view like any other tensor
+        region.fallthrough(key)
     return region(InductorCompiledCallable(call), args)
 
 

@@ -12,6 +12,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Generator
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -76,6 +77,7 @@ __all__ = [
     "outer_hooks",
     "resolving_bits",
     "restore_numerics",
+    "saves_for_graph",
     "selective_contexts",
     "sizes",
     "start_memory_history",
@@ -279,6 +281,19 @@ def is_compiler_new() -> bool:
 
 COMPILER = "torch._functorch._aot_autograd.runtime_wrappers"
 """The module that makes compiled functions."""
+
+
+def saves_for_graph() -> bool:
+    """Return whether autograd is saving what a compiled graph needs for its backward. For hooks of saved tensors."""
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    for _ in range(6):
+        if frame is not None and frame.f_code is _APPLY:
+            return hasattr(frame.f_locals["cls"], "_aot_id")
+        frame = None if frame is None else frame.f_back
+    return False
+
+
+_APPLY: Any = cast(Any, torch.autograd.Function).apply.__func__.__code__
 
 
 def named_modules(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:

@@ -630,6 +630,30 @@ def test_the_trace_says_that_routing_is_never_replayed(traced: pytest.LogCapture
     assert "[selective-ac] aten.sin.default -> RECOMPUTE" in lines
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, of many kinds
+@pytest.mark.parametrize("how", ["blocks", "parts"])
+def test_the_trace_says_of_compiled_layers_what_it_says_of_eager_ones(
+    how: str, traced: pytest.LogCaptureFixture
+) -> None:
+    def lines(*, compiled: bool) -> set[str]:
+        torch._dynamo.reset()
+        model = ZOO["llama"].build()
+        selective(model)
+        for layer in model.model.layers if compiled else ():
+            for part in [layer] if how == "blocks" else [layer.self_attn, layer.mlp]:
+                part.compile(backend="aot_eager")
+        gradients(ZOO["llama"], model)
+        found = {record.getMessage() for record in traced.records if record.name == nemo.logger.name}
+        traced.clear()
+        nemo._SELECTIVE_AC_TRACE_SEEN.clear()
+        return found
+
+    eager, compiled = lines(compiled=False), lines(compiled=True)
+    assert len(eager) > 5
+    assert compiled >= {line for line in eager if "mm." in line or "attention" in line or "silu" in line}
+    assert all(line.startswith("[selective-ac] ") for line in compiled)
+
+
 def test_the_trace_speaks_of_the_forward_pass_only_and_only_when_on(
     traced: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -244,7 +244,7 @@ def test_a_block_that_breaks_the_graph_goes_to_the_tape_and_the_report_says_so(h
     assert not report.compiled
     assert [kind.paths for kind in report.kinds] == [("layers.0", "layers.1")]
     assert report.held_bytes < report.plain_bytes and report.num_replayed > 0
-    assert any(note.startswith("the graph breaks inside layers.0 ... layers.1 (2 blocks): ") for note in report.notes)
+    assert any(note.startswith("the graph breaks inside layers.0 ... layers.1 (2 blocks) (") for note in report.notes)
 
 
 def _renamed(gradients: dict[str, Tensor]) -> dict[str, Tensor]:

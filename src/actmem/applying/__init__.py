@@ -2,6 +2,7 @@
 
 - `application.py` has `apply`, what it refuses before anything is changed, and the handle that it returns.
 - `applied_block.py` exchanges the class of a block, and runs its forward under an engine.
+- `broken_blocks.py` says what became of compiled blocks that are not one graph.
 - `offload_context.py` has `offload`, for code without a plan.
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import TracebackType
@@ -13,6 +13,7 @@ from torch import nn
 
 from actmem import ops
 from actmem.applying.applied_block import BlockRunner, SharedState, applied_runner, install, uninstall
+from actmem.applying.broken_blocks import broken_notes
 from actmem.applying.rule_checks import check_module_glob, check_operator
 from actmem.compilercompat import keep_graph_order
 from actmem.decision_rules import Rule, Slices
@@ -111,7 +112,7 @@ class Applied:
             )
         if self.plan.offload is not None and self.plan.offload.pin and not torch.accelerator.is_available():
             notes.append("pin = True has no meaning here: there is no accelerator, and so no page-locked memory.")
-        notes += self._broken()
+        notes += broken_notes(self._runners)
         notes += [] if self._opaque is None else self._opaque.notes()
         skipped = [s.path for s in self._runners if s.num_without_gradient and s.decisions is None]
         if skipped:
@@ -122,21 +123,6 @@ class Applied:
                 "functions inside blocks save is held. actmem knows the compiler of torch 2.13."
             )
         return notes
-
-    def _broken(self) -> Iterator[str]:
-        """Say what became of compiled blocks that are not one graph."""
-        found: dict[tuple[bool, bool], list[str]] = {}
-        for s in self._runners:
-            if s.given_up:
-                found.setdefault((s.family.offloads, s.family.has_pieces), []).append(s.path)
-        for (offloads, has_pieces), paths in found.items():
-            why = "the plan offloads at the borders of the graphs of" if offloads else "the graph breaks inside"
-            then = (
-                "the pieces that torch.compile can take run compiled, each as one operator, and the rest runs in eager"
-                if has_pieces
-                else "the plan names modules, which compiled pieces would hide, so all of it runs in eager"
-            )
-            yield f"{why} {paths_of(tuple(paths))}: {then}. TORCH_LOGS=graph_breaks tells where the pieces end."
 
     def check_replay(self, num_calls: int = 1) -> None:
         """Observe the next calls of every block, and compare each replayed value with a checksum of the dropped one."""
@@ -541,9 +527,9 @@ def _install(
 ) -> Applied:
     plan, blocks = resolved.plan, resolved.blocks
     offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
-    compilation = Compilation({b.path: b.module for b in blocks})
     shared = SharedState(plan, model)
     unseen = UnseenFunctions(replay=opaque == "replay")
+    compilation = Compilation({b.path: b.module for b in blocks}, shared.log)
     shared.runners = _runners(resolved, engine, collectives, shared, compilation, offloader, unseen)
     undo: list[Callable[[], None]] = []
     if engine == "checkpoint":

@@ -42,13 +42,14 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from actmem import ops
-from actmem.compilercompat import break_graph
+from actmem.compilercompat import break_graph, graph_breaks
 from actmem.engine import (
     DESCRIBED,
     IMPORTED,
     Away,
     BlockFamily,
     Cut,
+    ModulePieces,
     Observation,
     Places,
     Tape,
@@ -231,7 +232,9 @@ def _forward(original: Any, family: BlockFamily, runners: dict[int, BlockRunner]
             if not hasattr(self, "_is_replica"):
                 return original.forward(self, *args, **kwargs)
             runner = next(iter(runners.values()))
-        pieces = compiler if family.has_pieces else None
+        pieces = compiler if family.traceable else None
+        if pieces is not None and family.names_parts:
+            pieces = ModulePieces(pieces, family.verdicts)
         return runner.run(self, compiling(original.forward, pieces), args, kwargs)
 
     @never_compile
@@ -331,7 +334,9 @@ class BlockRunner:
         self.decisions: list[Traced] | None = None
         """What the plan said at every operator of the latest call that was observed."""
         self.given_up = False
-        """Dynamo could not trace the block whole, so it runs in eager although it is compiled."""
+        """Dynamo could not trace the block whole, so it runs in pieces although it is compiled."""
+        self.breaks: list[str] = []
+        """Why, in torch's words: the graph breaks that were met when the block was observed."""
         self.active = True
         self._observed = observed
         """Called after each observed forward."""
@@ -383,7 +388,10 @@ class BlockRunner:
             declare_libraries()
         opaque = self._opaque if self._opaque is not None and self._opaque.replay else None
         self.observation = Observation(self._state_storages, None if opaque is None else running_function)
+        before = graph_breaks() if self.given_up else None
         out = self._record(block, forward, args, kwargs, inputs, self.observation)
+        if before is not None:
+            self.breaks += [reason for reason, count in graph_breaks().items() if count > before.get(reason, 0)]
         if opaque is not None and learn(opaque, self.observation):
             self.num_checked = max(self.num_checked, 1)  # the next call runs them as one operator each
         else:
@@ -513,10 +521,14 @@ class SharedState:
                 stacklevel=2,
             )
 
+    def log(self, decisions: list[Traced]) -> None:
+        """Log what was decided, each operator and decision once."""
+        log_once(decisions, self._plan.rules, self._logged)
+
     def called(self) -> None:
         """Log what was decided, and notice, when every block has run once, that none of the plan's names matched."""
         decisions = [row for s in self.runners for row in s.decisions or ()]
-        log_once(decisions, self._plan.rules, self._logged)
+        self.log(decisions)
         self._warn_of_uncompiled()
         if not self._named or any(s.decisions is None for s in self.runners):
             return

@@ -38,6 +38,7 @@ from actmem.engine.holding_rules import (
     written_in_place,
 )
 from actmem.engine.holdings import storage_of
+from actmem.engine.module_pieces import ModulePieces
 from actmem.engine.observation import Cut, Observation, ObservedOperator, Places, UnseenFunctions, smallest_cut
 from actmem.engine.operators import DESCRIBED, REASONS, WHOLE_CALLS, Operator, describe
 from actmem.engine.pure_functions import replayable
@@ -77,6 +78,7 @@ __all__ = [
     "Flattened",
     "Handle",
     "KeptValues",
+    "ModulePieces",
     "Node",
     "Observation",
     "ObservedOperator",

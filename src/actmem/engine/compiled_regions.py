@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -34,7 +36,7 @@ from actmem.engine.whole_calls import record_call, recording
 from actmem.errors import UnsupportedError
 from actmem.torchcompat import never_compile, storage_key
 
-__all__ = ["record_compiled_regions"]
+__all__ = ["declared_pure", "record_compiled_regions"]
 
 _NAME = "higher_order.inductor_compiled_code"
 """What torch calls a compiled graph that is seen as one operator."""
@@ -57,6 +59,7 @@ class Region:
         self.graph = graph
         self.operator = Operator(self._again, _NAME)
         self.written = tuple(metadata.mutated_graph_handled_indices)
+        self.metadata = metadata
         self.never = _never(graph.source_code)
 
     def __getattr__(self, name: str) -> Any:
@@ -74,7 +77,12 @@ class Region:
                 "'max-autotune'): its results lie in a pool that the next call overwrites, so they can neither be kept "
                 "nor replayed. Compile it with mode='default' or 'max-autotune-no-cudagraphs'."
             )
-        return record_call(tape, self.operator, self._first, (args,), {}, written=self.written, never=self.never)
+        never = None if self.never is Reason.OPAQUE and is_declared_pure() else self.never
+        out = record_call(tape, self.operator, self._first, (args,), {}, written=self.written, never=never)
+        if self.metadata.num_tensors_saved_with_no_vc_check:
+            # What a Function in the graph has put on its `ctx` itself: no hook of autograd sees it, and torch holds it.
+            tape.held_elsewhere(out[self.metadata.tensors_saved_for_backwards_no_vc_check_slice])
+        return out
 
     def _first(self, args: list[Any]) -> Any:
         out = seen_region(self.call, list(args))
@@ -85,6 +93,50 @@ class Region:
 
     def _again(self, args: list[Any]) -> Any:
         return seen_region(self.call, list(args))
+
+
+_declared = threading.local()
+
+
+def is_declared_pure() -> bool:
+    """Return whether the function that runs now was declared pure by whoever wrote it."""
+    return getattr(_declared, "depth", 0) > 0
+
+
+def declared_pure(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a compiled function whose graphs are pure even if they call operators that nobody knows.
+
+    Its graphs are recorded as they are, one by one: around them, autograd saves what their backward needs.
+    """
+
+    @never_compile
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _declared.depth = getattr(_declared, "depth", 0) + 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _declared.depth -= 1
+
+    return run
+
+
+class DividedRegion:
+    """A compiled graph that runs operator by operator, in place of itself: notes for the report that it ran."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.call, name)
+
+    @never_compile
+    def __call__(self, *args: Any) -> Any:
+        """Call the graph."""
+        tape = recording()
+        if tape is not None and tape.observation is not None:
+            tape.observation.divided.append(tape.address)
+        return self.call(*args)
 
 
 def _never(source: str) -> Reason | None:
@@ -120,7 +172,9 @@ def record_compiled_regions() -> bool:
 
 def _take(kind: Any) -> None:
     graph = _graph_in(kind.compiled_fw)
-    if graph is not None and not kind.metadata.tokens:
+    if graph is None:
+        kind.compiled_fw = DividedRegion(kind.compiled_fw)
+    elif not kind.metadata.tokens:
         kind.compiled_fw = Region(kind.compiled_fw, graph, kind.metadata)
         kind._backward_impl = staticmethod(_seen_backward(kind._backward_impl))
 

@@ -85,7 +85,9 @@ class KeptValues:
 class Compilation:
     """What was compiled for one applied model: what the plan asked for, and what the partitioner made of it."""
 
-    def __init__(self, blocks: dict[str, nn.Module]) -> None:
+    def __init__(self, blocks: dict[str, nn.Module], traced: Callable[[list[Traced]], None] | None = None) -> None:
+        self._traced = traced
+        """Called with the decisions of each graph that was partitioned."""
         self._places = {
             str(id(module)): (path, inside) for path, block in blocks.items() for inside, module in named_modules(block)
         }
@@ -114,6 +116,8 @@ class Compilation:
         """Note what a graph saves."""
         kept = [self._kept(n) for n in nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor)]
         self.graphs.append((tuple(dict.fromkeys(self._asking)), tuple(kept)))
+        if self._traced is not None:
+            self._traced([row for block in dict.fromkeys(self._asking) for row in self.asked[block]])
         self._asking.clear()
 
     def _kept(self, node: Any) -> KeptValues:
@@ -141,8 +145,8 @@ class BlockFamily:
         """Whether the plan is for a budget, which no compiled graph keeps."""
         self.offloads = verdicts.offloads
         """Whether values leave at the border of a graph: the tape runs the block, and its pieces are compiled."""
-        self.has_pieces = traceable and not verdicts.looks_into_modules
-        """Whether what Dynamo can compile of a block that it cannot take in as a whole runs compiled."""
+        self.names_parts = verdicts.looks_into_modules
+        """Whether graphs inside a block must end where a module does that the plan names."""
         self.active = True
         self.compilation = compilation
         self.needs_answers = not verdicts.recomputes_everything

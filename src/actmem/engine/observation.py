@@ -55,7 +55,8 @@ class ObservedOperator:
         """Path of the module inside the block; "" is the block's own forward."""
         self.op = op
         self.kind = kind
-        """"made" by an operator, a parameter or buffer ("state"), or any other "input"."""
+        """"made" by an operator, a parameter or buffer ("state"), by code that the tape does not see
+        ("unseen"), or any other "input"."""
         self.shape = () if tensor.is_nested else tuple(tensor.shape)  # a strided nested tensor has none
         self.dtype = str(tensor.dtype).removeprefix("torch.")
         self.num_bytes = num_bytes
@@ -101,6 +102,10 @@ class Observation:
         self.rows: list[ObservedOperator] = []
         self.funcs: list[Any] = []
         """The operators of the call, in order, without views."""
+        self.divided: list[str] = []
+        """The module of each call of a compiled graph whose operators the tape saw one by one."""
+        self.elsewhere: list[ObservedOperator] = []
+        """Values that are held whatever the tape does: no hook of autograd sees who holds them."""
         self._values: list[tuple[weakref.ref[Value], ObservedOperator]] = []
         self._handles: list[tuple[weakref.ref[Any], ObservedOperator]] = []
 
@@ -134,6 +139,12 @@ class Observation:
         name = ("parameter" if parameter else "buffer") if kind == "state" else "input"
         self._add(value, ObservedOperator("", name, kind, tensor, num_bytes, value.why))
 
+    def unseen(self, value: Value, module: str) -> None:
+        """Note that a value that came from outside was made inside a module, by what the tape does not see."""
+        row = value.row
+        if row is not None and row.kind == "input":
+            row.kind, row.op, row.module, row.cause = "unseen", "unseen", module, Reason.UNSEEN
+
     def _add(self, value: Value, row: ObservedOperator) -> None:
         value.row = row
         row.storage = value.storage
@@ -161,6 +172,9 @@ class Observation:
             row.held = value is not None and value.held is not None
             if row.held and value is not None and row.why is None:
                 row.why = value.why
+        for row in self.elsewhere:
+            row.saved = row.held = True
+            row.cause = Reason.UNSEEN
 
     def signature(self) -> Any:
         """Return a key that is equal for calls that ran the same program on values of the same size."""

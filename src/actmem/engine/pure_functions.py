@@ -16,6 +16,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.autograd import Function
 
+from actmem.compilercompat import is_compiled_function
+from actmem.engine.compiled_regions import declared_pure
 from actmem.engine.operators import Operator
 from actmem.engine.tape import Tape
 from actmem.engine.values import take_apart
@@ -37,7 +39,8 @@ def replayable(fn: F) -> F:
 
     It may only read its arguments, and its results must depend on nothing else (random numbers from torch's
     generators are fine). A function is returned wrapped; an autograd Function class is changed in place, so that
-    libraries which call it need no change.
+    libraries which call it need no change. The graphs of a compiled function are recorded anyway: for one, the
+    declaration says that operators of other libraries inside may run again too.
 
     >>> import numpy
     >>> @replayable
@@ -53,6 +56,8 @@ def replayable(fn: F) -> F:
             raise TypeError(f"replayable takes a function or a torch.autograd.Function, not the class {fn.__name__}.")
         _declare_function_class(fn)
         return cast(F, fn)
+    if is_compiled_function(fn):
+        return cast(F, declared_pure(fn))
     operator = Operator(fn, f"replayable.{fn.__qualname__}")
 
     @functools.wraps(fn)

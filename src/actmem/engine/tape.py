@@ -60,6 +60,7 @@ from actmem.torchcompat import (
     is_wrapper,
     never_compile,
     numerics,
+    saves_for_graph,
     storage_key,
 )
 
@@ -529,6 +530,12 @@ class Tape(Holdings, TorchDispatchMode):
                     self.paused = False
         return handle
 
+    def _saved_external(self, tensor: Tensor, storage: Any) -> Value:
+        value = super()._saved_external(tensor, storage)
+        if self.observation is not None and storage._cdata not in self._inputs and (self.paused or saves_for_graph()):
+            self.observation.unseen(value, self.address)
+        return value
+
     def _hold_owed(self, value: Value, tensor: Tensor) -> None:
         self._hold(value, tensor, alias)
 
@@ -558,6 +565,13 @@ class Tape(Holdings, TorchDispatchMode):
             return Boxed(self._outer[0](kept), self._outer[1])
         finally:
             self.paused = False
+
+    def held_elsewhere(self, out: Any) -> None:
+        """Note for the report that tensors are held until the backward pass by what no hook of autograd sees."""
+        for t in tensors(out) if self.observation is not None else ():
+            value = self._lookup(t) if storage_of(t) is not None else None
+            if value is not None and value.row is not None and self.observation is not None:
+                self.observation.elsewhere.append(value.row)
 
     # ---------------------------------------------------------------- ends
 

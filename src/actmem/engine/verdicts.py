@@ -73,6 +73,7 @@ class Verdicts:
         self._candidates: dict[str, tuple[tuple[_Resolved, str], ...]] = {}
         """Operator name -> the rules that may match it, in order, and which part of attention it must be for that."""
         self._selected: dict[tuple[int, int], bool] = {}
+        self._looked: dict[str, bool] = {}
         self.matched: set[int] = set()
         """Indices of the plan's rules that decided at least one operator."""
         self.latest = -1
@@ -89,6 +90,14 @@ class Verdicts:
     def looks_into_modules(self) -> bool:
         """Return whether what the plan says of a part of the block is not what it says of the rest."""
         return any(r.modules is not None and r.decision is not self._rules[-1].decision for r in self._rules)
+
+    def looks_inside(self, address: str) -> bool:
+        """Return whether the plan tells a part of this module from the rest of it."""
+        found = self._looked.get(address)
+        if found is None:
+            named = (m for r in self._rules for m in r.modules or () if m != address and _inside(m, address))
+            found = self._looked[address] = self.looks_into_modules and next(named, None) is not None
+        return found
 
     @property
     def keeps_everything(self) -> bool:

@@ -2,7 +2,8 @@
 
 What lives here: plain data, and text or pages made of it. What must not: anything that changes a model or decides.
 
-- `summary.py` and `report_text.py` are the report of a run; `compiled.py` and `trace.py` its details.
+- `summary.py` and `report_text.py` are the report of a run; `compiled.py`, `compiled_parts.py` and
+  `trace.py` its details.
 - `page_data.py` is what a page shows; `page_builder.py` fills it, with `block_view.py` and `page_frontier.py`;
   `page_writer.py` writes it.
 - `memory_page.py` is the page of a recording of CUDA memory.
@@ -16,6 +17,7 @@ from actmem.doors import on_first_use
 if TYPE_CHECKING:
     from actmem.reporting.chrome_trace import timeline, write_timeline
     from actmem.reporting.compiled import CompiledGraph, compiled_graphs
+    from actmem.reporting.compiled_parts import CompiledPart, list_compiled_parts
     from actmem.reporting.memory_page import write_memory_page
     from actmem.reporting.page_builder import build
     from actmem.reporting.page_data import PageData
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockTrace",
     "CompiledGraph",
+    "CompiledPart",
     "KindReport",
     "PageData",
     "Report",
@@ -36,6 +39,7 @@ __all__ = [
     "check_installed",
     "compiled_graphs",
     "gather",
+    "list_compiled_parts",
     "paths_of",
     "render",
     "summarise",
@@ -50,6 +54,7 @@ __getattr__, __dir__ = on_first_use(
     {
         "actmem.reporting.chrome_trace": "timeline write_timeline",
         "actmem.reporting.compiled": "CompiledGraph compiled_graphs",
+        "actmem.reporting.compiled_parts": "CompiledPart list_compiled_parts",
         "actmem.reporting.memory_page": "write_memory_page",
         "actmem.reporting.page_builder": "build",
         "actmem.reporting.page_data": "PageData",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from actmem.reporting.compiled import CompiledGraph
+    from actmem.reporting.compiled_parts import CompiledPart
     from actmem.reporting.summary import KindReport, Report
 
 __all__ = ["paths_of", "render", "size"]
@@ -51,6 +52,8 @@ def render(report: Report, *, width: int = 140) -> str:
             "part of the device's memory.",
             markup=False,
         )
+    for part in report.compiled_parts:
+        console.print(_part_line(part), markup=False)
     for graph in report.compiled:
         console.print()
         console.print(_graph_table(graph))
@@ -133,6 +136,16 @@ def _graph_table(graph: CompiledGraph) -> Table:
             kept.asked or "(outside the blocks)",
         )
     return table
+
+
+def _part_line(part: CompiledPart) -> str:
+    blocks = "1 block" if part.num_blocks == 1 else f"{part.num_blocks} blocks"
+    calls = "1 call of a compiled graph" if part.num_calls == 1 else f"{part.num_calls} calls of compiled graphs"
+    begin = f"{part.module or 'the blocks themselves'}, in {blocks}: {calls} in the forward pass"
+    if part.is_divided:
+        return f"{begin}, recorded operator by operator."
+    held = f"{size(part.held_bytes)} of {size(part.made_bytes)} held"
+    return f"{begin}, {part.num_replayed} replayed; {held}."
 
 
 def _graph_line(graph: CompiledGraph) -> str:

@@ -15,6 +15,7 @@ from actmem.errors import ModeError
 from actmem.offloading import TransferCounts
 from actmem.plan import Plan
 from actmem.reporting.compiled import CompiledGraph
+from actmem.reporting.compiled_parts import CompiledPart, list_compiled_parts
 from actmem.units import size
 
 __all__ = ["KindReport", "Report", "ReportRow", "summarise"]
@@ -106,6 +107,8 @@ class Report:
     """Bytes offloaded and fetched back over all steps so far; None if the plan offloads nothing."""
     counted: tuple[Counted, ...] = field(default=(), repr=False)
     """Every value in the rows of `kinds`, block by block."""
+    compiled_parts: tuple[CompiledPart, ...] = ()
+    """The modules whose compiled graphs the tape recorded as single operators."""
 
     def __add__(self, other: Report) -> Report:
         """Combine the reports of two plans applied to different parts of one model; shared storages count once.
@@ -127,6 +130,7 @@ class Report:
             self.checkpointed + other.checkpointed,
             moved[0] if moved else None,
             self.counted + other.counted,
+            self.compiled_parts + other.compiled_parts,
         )
 
     def _total(self, *decisions: str, by_autograd: bool | None = None) -> int:
@@ -224,6 +228,7 @@ def summarise(
     folded: dict[tuple[str, tuple[ReportRow, ...]], list[str]] = {}
     counted: list[Counted] = []
     unobserved: list[str] = []
+    taped: list[Observation] = []
     elsewhere = {*checkpointed, *(path for graph in compiled for path in (*graph.blocks, *graph.shared_with))}
     for path, kind, observation in observed:
         if observation is None:
@@ -232,13 +237,25 @@ def summarise(
         else:
             folded.setdefault((kind, _rows(observation.rows)), []).append(path)
             counted += _counted(observation.rows)
+            taped.append(observation)
     kinds = tuple(KindReport(kind, tuple(paths), rows) for (kind, rows), paths in folded.items())
     silent = (
         tuple(repr(r) for i, r in enumerate(plan.rules) if i not in matched and not r.is_default)
         if (kinds or elsewhere) and not unobserved
         else ()
     )
-    report = Report(plan, kinds, tuple(unobserved), silent, (), compiled, tuple(checkpointed), moved, tuple(counted))
+    report = Report(
+        plan,
+        kinds,
+        tuple(unobserved),
+        silent,
+        (),
+        compiled,
+        tuple(checkpointed),
+        moved,
+        tuple(counted),
+        list_compiled_parts(taped),
+    )
     return replace(report, notes=(*_held_notes(report), *notes))
 
 
@@ -301,7 +318,8 @@ def _counted(rows: list[ObservedOperator]) -> Iterator[Counted]:
 
 
 def _reason(row: ObservedOperator) -> str:
-    return "" if row.why is None else REASONS.get(row.why, row.why)
+    why = row.cause if row.kind == "unseen" or row.why is None else row.why
+    return "" if why is None else REASONS.get(why, why)
 
 
 def _packet(op: str) -> tuple[str, str]:
