@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from actmem.profiles import Profile
     from actmem.profiling import profile
     from actmem.reporting import Report, Trace
-    from actmem.settings import Offload
+    from actmem.settings import Compiled, Offload
     from actmem.simulation import Prediction, predict
     from actmem.verification import Verification, verify
 
@@ -66,6 +66,7 @@ __all__ = [
     "ApplyError",
     "Budget",
     "BudgetError",
+    "Compiled",
     "Device",
     "DeviceError",
     "Diagnosis",
@@ -133,7 +134,7 @@ __getattr__, __dir__ = on_first_use(
         "actmem.profiles": "Profile",
         "actmem.profiling": "profile",
         "actmem.reporting": "Report Trace",
-        "actmem.settings": "Offload",
+        "actmem.settings": "Compiled Offload",
         "actmem.simulation": "Prediction predict",
         "actmem.verification": "Verification verify",
     },

@@ -216,7 +216,7 @@ def apply(
     profiled = _Profiled(example, step, loss, fake)
     _validate(model, mode, engine, collectives, profiled)
     if isinstance(mode, Budget):
-        mode = _fitted(model, mode, profiled, blocks, scope)
+        mode = _fitted(model, mode, profiled, blocks, scope, engine)
         blocks = scope = None  # the plan names its blocks
     return _install(model, _resolve(model, mode, engine, blocks, scope), engine, collectives, loss)
 
@@ -331,6 +331,7 @@ def _fitted(
     profiled: _Profiled,
     blocks: str | Sequence[str] | None,
     scope: Sequence[str] | None,
+    engine: Engine,
 ) -> Plan:
     from actmem.planner import fit  # its solver takes a while to import
     from actmem.profiling import called_as
@@ -347,6 +348,7 @@ def _fitted(
             offload=mode.offload,
             optimizer=mode.optimizer,
             microbatches=mode.microbatches,
+            compiled=False if engine == "tape" else mode.compiled,
             blocks=blocks,
             scope=scope,
             fake=profiled.fake,
@@ -580,7 +582,13 @@ def _runners(
     for block, roles, verdicts in zip(resolved.blocks, resolved.roles, resolved.verdicts, strict=True):
         key = type(block.module), block.kind, verdicts.key
         if key not in families:
-            families[key] = BlockFamily(verdicts, compilation, traceable=engine != "tape", exact=plan.exact)
+            families[key] = BlockFamily(
+                verdicts,
+                compilation,
+                traceable=engine != "tape",
+                exact=plan.exact,
+                in_graphs=plan.predicted is not None and bool(plan.predicted.compiled),
+            )
         families[key].needs_answers |= "router" in roles
         runners.append(
             BlockRunner(

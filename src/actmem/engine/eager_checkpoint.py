@@ -132,13 +132,23 @@ class Compilation:
 class BlockFamily:
     """The blocks of one class for which the plan says the same: they share one class, and one compiled graph."""
 
-    def __init__(self, verdicts: Verdicts, compilation: Compilation, *, traceable: bool, exact: bool = False) -> None:
+    def __init__(
+        self,
+        verdicts: Verdicts,
+        compilation: Compilation,
+        *,
+        traceable: bool,
+        exact: bool = False,
+        in_graphs: bool = False,
+    ) -> None:
         self.verdicts = verdicts
         self.traceable = traceable
         """Whether a graph may include these blocks; otherwise they stay outside, and the tape runs them."""
         self.verdicts_keep_everything = verdicts.keeps_everything
-        self.refused = traceable and exact
-        """Whether the plan is for a budget, which no compiled graph keeps."""
+        self.refused = traceable and exact and not in_graphs
+        """Whether the plan is for a budget that is kept in eager, and not by compiled graphs."""
+        self.in_graphs = in_graphs
+        """Whether the plan is for a budget that is kept by compiled graphs, and not in eager."""
         self.offloads = verdicts.offloads
         """Whether values leave at the border of a graph: the tape runs the block, and its pieces are compiled."""
         self.has_pieces = traceable and not verdicts.looks_into_modules
