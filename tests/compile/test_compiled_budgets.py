@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 import actmem
 from actmem import Budget, BudgetError, Compiled, ModeError, Plan, UnsupportedError
-from actmem.planner import compilation, compiled_ladder, fit_ladder
+from actmem.planner import compilation, fit_ladder, make_ladder
 from actmem.simulation import resolved
 from actmem.structure import find_blocks
 from benchmarks.compile import MARK, allocated
@@ -85,7 +85,7 @@ def ladder_of(backend: str, what: str = "blocks") -> tuple[Any, Any]:
     blocks = find_blocks(model)
     how = compilation(model, blocks, Compiled(what, backend=backend))
     assert how is not None
-    return compiled_ladder(model, blocks, BATCH, torch.sum, how, profile, KNOWN, fake=True), how
+    return make_ladder(model, blocks, BATCH, torch.sum, how, profile, KNOWN, fake=True), how
 
 
 def planned(budget: int, backend: str = "aot_eager", what: str = "blocks") -> Plan:
@@ -225,7 +225,7 @@ def test_six_models_keep_five_budgets_by_the_allocators_own_count(name: str, bac
     blocks = find_blocks(model, case.blocks)
     how = compilation(model, blocks, Compiled(backend=backend))
     assert how is not None
-    ladder = compiled_ladder(model, blocks, batch, case.loss, how, profile, KNOWN, fake=False)
+    ladder = make_ladder(model, blocks, batch, case.loss, how, profile, KNOWN, fake=False)
     least, most = ladder.rungs[-1].peak_bytes, ladder.rungs[0].peak_bytes
     measured: list[int] = []
     for nth in range(5):

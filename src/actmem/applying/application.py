@@ -195,7 +195,7 @@ def apply(
         example: a batch, for `Budget`, which profiles the model: a dict for `model(**example)`, or a tuple.
         step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
         loss: a function of the output, for the same; by default `output.loss`.
-        fake: profile on tensors without bytes, for the same. Otherwise one real step is run.
+        fake: profile on tensors without bytes, for the same. Otherwise real steps are run.
 
     Returns:
         The handle to print what was done, and to undo it.
@@ -216,7 +216,7 @@ def apply(
     profiled = _Profiled(example, step, loss, fake)
     _validate(model, mode, engine, collectives, profiled)
     if isinstance(mode, Budget):
-        mode = _fitted(model, mode, profiled, blocks, scope, engine)
+        mode = _fitted(model, replace(mode, compiled=False) if engine == "tape" else mode, profiled, blocks, scope)
         blocks = scope = None  # the plan names its blocks
     return _install(model, _resolve(model, mode, engine, blocks, scope), engine, collectives, loss)
 
@@ -331,7 +331,6 @@ def _fitted(
     profiled: _Profiled,
     blocks: str | Sequence[str] | None,
     scope: Sequence[str] | None,
-    engine: Engine,
 ) -> Plan:
     from actmem.planner import fit  # its solver takes a while to import
     from actmem.profiling import called_as
@@ -348,7 +347,7 @@ def _fitted(
             offload=mode.offload,
             optimizer=mode.optimizer,
             microbatches=mode.microbatches,
-            compiled=False if engine == "tape" else mode.compiled,
+            compiled=mode.compiled,
             blocks=blocks,
             scope=scope,
             fake=profiled.fake,
@@ -582,13 +581,7 @@ def _runners(
     for block, roles, verdicts in zip(resolved.blocks, resolved.roles, resolved.verdicts, strict=True):
         key = type(block.module), block.kind, verdicts.key
         if key not in families:
-            families[key] = BlockFamily(
-                verdicts,
-                compilation,
-                traceable=engine != "tape",
-                exact=plan.exact,
-                in_graphs=plan.predicted is not None and bool(plan.predicted.compiled),
-            )
+            families[key] = BlockFamily(verdicts, compilation, traceable=engine != "tape", plan=plan)
         families[key].needs_answers |= "router" in roles
         runners.append(
             BlockRunner(

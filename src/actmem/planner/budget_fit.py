@@ -15,7 +15,7 @@ from actmem.decisions import Decision
 from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
 from actmem.plan import FitRecord, Plan
-from actmem.planner.compiled_fit import compilation, compiled_ladder, fit_ladder
+from actmem.planner.compiled_fit import compilation, fit_ladder, make_ladder
 from actmem.planner.named_modes import named_keeps, named_steps
 from actmem.planner.rules_writer import ANY, loosened, write_rules
 from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, solve
@@ -175,7 +175,7 @@ def fit(
             shard=shard,
         )
     if how is not None:
-        ladder = compiled_ladder(model, found_blocks, batches[0], loss, how, found[0], known, fake=fake)
+        ladder = make_ladder(model, found_blocks, batches[0], loss, how, found[0], known, fake=fake)
         return fit_ladder(ladder, allowed.budget_bytes, known, how, headroom=allowed.headroom, fake=fake)
     return fit_profiles(found, allowed, known, offload=offload, time_limit=time_limit)
 

@@ -21,7 +21,7 @@ from actmem.simulation import is_accelerator
 from actmem.structure import Block
 from actmem.units import size
 
-__all__ = ["Compilation", "compilation", "compiled_ladder", "fit_ladder"]
+__all__ = ["Compilation", "compilation", "fit_ladder", "make_ladder"]
 
 Compilation = tuple[Compiler, bool]
 """How a model is compiled, and whether it is one graph."""
@@ -76,7 +76,7 @@ def _said(how: Compilation) -> str:
     return f"{'the whole model' if how[1] else 'each block'}, by {how[0].name}"
 
 
-def compiled_ladder(
+def make_ladder(
     model: nn.Module,
     blocks: Sequence[Block],
     example: Any,
