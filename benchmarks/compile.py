@@ -22,6 +22,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import actmem
 from actmem.compat.torchtitan import CompilerBudget
+from actmem.planner import compilation, fit_ladder, make_ladder
+from actmem.simulation import resolved
 from actmem.structure import find_blocks
 from benchmarks.outcome import RESULTS, Bound, Outcome
 from benchmarks.table import replaced, rows
@@ -81,6 +83,7 @@ def run(
             if kind in KINDS[:2] or backend != "eager":  # in eager there is no graph to break
                 _blocks(outcome, shape, kind, backend)
         _budgets(outcome, shape, budgets)
+        _against(outcome, shape, budgets)
     return outcome
 
 
@@ -104,9 +107,16 @@ def _blocks(outcome: Outcome, shape: Shape, kind: str, backend: str) -> None:
 
 
 def figures(
-    shape: Shape, kind: str, backend: str, mode: Any, blocks: str | None, *, whole: bool = False
+    shape: Shape,
+    kind: str,
+    backend: str,
+    mode: Any,
+    blocks: str | None,
+    *,
+    whole: bool = False,
+    counted: bool = False,
 ) -> dict[str, Any]:
-    """Measure one variant, compiled layer by layer, or whole."""
+    """Measure one variant, compiled layer by layer, or whole; with the FLOPs of the step, if they are to be counted."""
     torch._dynamo.reset()
     model = build(shape, kind)
     if isinstance(mode, CompilerBudget):
@@ -130,15 +140,19 @@ def figures(
     for _ in range(2):  # the first is observed, and creates the gradients; from the second on the tape knows its cut
         step()
     peak_bytes, saved_bytes = allocated(step)
+    measured = {"peak_bytes": peak_bytes, "saved_bytes": saved_bytes}
+    if counted:
+        seen = actmem.measure(step, model=model)
+        measured["flops"] = seen.forward_flops + seen.backward_flops + seen.replayed_flops
     if applied is not None:
         applied.remove()
     if not isinstance(applied, actmem.Applied):
-        return {"peak_bytes": peak_bytes, "saved_bytes": saved_bytes, "taken_in": "" if backend == "eager" else "all"}
+        return {**measured, "taken_in": "" if backend == "eager" else "all"}
     report = applied.report()
     compiled = {path for graph in report.compiled for path in (*graph.blocks, *graph.shared_with)}
     compiled -= {path for kind_report in report.kinds for path in kind_report.paths}  # given up since
     taken_in = f"{len(compiled)} of {len(applied.plan.blocks)}" if backend != "eager" else ""
-    return {"peak_bytes": peak_bytes, "saved_bytes": saved_bytes, "taken_in": taken_in}
+    return {**measured, "taken_in": taken_in}
 
 
 def allocated(step: Callable[[], None]) -> tuple[int, int]:
@@ -174,6 +188,37 @@ def _budgets(outcome: Outcome, shape: Shape, budgets: Sequence[float]) -> None:
             outcome.exact[f"whole dense model, aot_eager, actmem {form}"] = row
     rises = sum(less > more for less, more in itertools.pairwise(peaks))
     outcome.exact["whole dense model, less budget and a higher peak"] = {"steps": rises, "of": len(budgets) - 1}
+
+
+def _against(outcome: Outcome, shape: Shape, budgets: Sequence[float]) -> None:
+    """Fit a plan to the peak of each budget of the compiler's, on the same blocks, each of them compiled."""
+    import torch._functorch.config as functorch_config
+
+    model, ids = build(shape, "dense"), shape.tokens()
+    # The compiler's knapsack counts FLOPs. So does a device that moves bytes in no time.
+    known = dataclasses.replace(resolved("h100-80gb"), memory_bytes_per_second=1e30)
+    blocks = find_blocks(model)
+    # With a second microbatch the gradients exist from the start, as they do in the measured steps.
+    found = actmem.profile(model, (ids, ids), optimizer=None, microbatches=2)
+    how = compilation(model, blocks, actmem.Compiled(backend="aot_eager"))
+    assert how is not None
+    ladder = make_ladder(model, blocks, (ids, ids), None, how, found, known, fake=True)
+    for fraction in budgets:
+        with functorch_config.patch(enable_autograd_cache=False):
+            theirs = _computed(shape, CompilerBudget(fraction))
+        plan = fit_ladder(ladder, found.base_bytes + theirs["peak_bytes"], known, how, fake=False)
+        ours = _computed(shape, plan)
+        who = f"dense blocks, aot_eager, CompilerBudget({fraction})"
+        outcome.exact[who] = theirs
+        outcome.exact[f"{who}: a plan fitted to its peak"] = ours
+        for name in ("peak_bytes", "flops"):
+            outcome.bounds.append(Bound(f"{who}: {name} of a plan / its own", ours[name] / theirs[name], 1.0))
+
+
+def _computed(shape: Shape, mode: Any) -> dict[str, Any]:
+    """Measure peak and FLOPs of a step, compiled layer by layer."""
+    found = figures(shape, "dense", "aot_eager", mode, None, counted=True)
+    return {name: found[name] for name in ("peak_bytes", "saved_bytes", "flops")}
 
 
 # ---------------------------------------------------------------- models

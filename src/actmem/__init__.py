@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from actmem.profiles import Profile
     from actmem.profiling import profile, profile_rank
     from actmem.reporting import Report, Trace
-    from actmem.settings import Offload
+    from actmem.settings import Compiled, Offload
     from actmem.simulation import Prediction, predict
     from actmem.step_recorder import record
     from actmem.verification import Verification, verify
@@ -68,6 +68,7 @@ __all__ = [
     "ApplyError",
     "Budget",
     "BudgetError",
+    "Compiled",
     "Device",
     "DeviceError",
     "Diagnosis",
@@ -138,7 +139,7 @@ __getattr__, __dir__ = on_first_use(
         "actmem.profiles": "Profile",
         "actmem.profiling": "profile profile_rank",
         "actmem.reporting": "Report Trace",
-        "actmem.settings": "Offload",
+        "actmem.settings": "Compiled Offload",
         "actmem.simulation": "Prediction predict",
         "actmem.step_recorder": "record",
         "actmem.verification": "Verification verify",

@@ -5,9 +5,13 @@ The compiler is slow to import, and nothing here does so before something is com
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+import types
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint as _checkpoint
@@ -15,10 +19,13 @@ import torch.utils.checkpoint as _checkpoint
 from actmem.torchcompat import COMPILER, dispatch_modes
 
 __all__ = [
+    "Compiler",
     "begin_versions",
     "break_graph",
+    "compile_with",
     "compiled_functions",
     "compiler_budget",
+    "compiler_of",
     "compiles_never",
     "graph_breaks",
     "innermost_backend",
@@ -26,10 +33,13 @@ __all__ = [
     "is_compiled_function",
     "keep_graph_order",
     "leave_frame",
+    "many_graphs",
     "on_compiled_function",
+    "on_partition",
     "saved_by_partitioner",
     "seen_region",
     "set_compiler_budget",
+    "without_kernels",
 ]
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -207,3 +217,130 @@ def set_compiler_budget(fraction: float) -> float:
     before = compiler_budget()
     cast(Any, config).activation_memory_budget = float(fraction)
     return before
+
+
+# ---------------------------------------------------------------- compiling a step that is only planned
+
+
+class Compiler(NamedTuple):
+    """How something is compiled."""
+
+    name: str
+    """Of the backend, such as "inductor"."""
+    backend: Any
+    """The backend itself, with its options, or its name."""
+    dynamic: bool | None = None
+
+
+def compiler_of(module: torch.nn.Module) -> Compiler | None:
+    """Return how a module is compiled, by `module.compile()` or `torch.compile(module)`; None if it is not.
+
+    >>> model = torch.nn.Linear(2, 2)
+    >>> model.compile(backend="aot_eager")
+    >>> compiler_of(model).name, compiler_of(torch.nn.Linear(2, 2))
+    ('aot_eager', None)
+    """
+    context: Any = vars(module).get("dynamo_ctx")  # of what `torch.compile(module)` returns
+    function: Any = getattr(module, "_compiled_call_impl", None)
+    if context is None and function is not None:
+        names = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        context = names["self"].cell_contents
+    if context is None:
+        return None
+    backend: Any = context.callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    name: str = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
+    return Compiler(name, backend, getattr(context, "_dynamic", None))
+
+
+def compile_with(function: types.FunctionType, compiler: Compiler) -> Callable[..., Any]:
+    """Compile a copy of a function, whose graphs are its own: they are gone when it is, and count for no limit."""
+    copied = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, closure=function.__closure__
+    )
+    return cast(Any, torch).compile(copied, backend=compiler.backend, dynamic=compiler.dynamic)
+
+
+@contextlib.contextmanager
+def many_graphs() -> Generator[None]:
+    """Let one function have any number of graphs."""
+    import torch._dynamo.config as config
+
+    with cast(Any, config).patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize):
+        yield
+
+
+@contextlib.contextmanager
+def on_partition(listener: Callable[[Any, Any, Any], None]) -> Generator[None]:
+    """Call the listener with each joint graph that is partitioned, and with the forward and backward made of it."""
+    import torch._functorch.partitioners as partitioners
+
+    module: Any = partitioners
+    extract = module._extract_fwd_bwd_modules
+
+    def tell(joint_module: Any, *args: Any, **kwargs: Any) -> Any:
+        found = extract(joint_module, *args, **kwargs)
+        listener(joint_module, *found)
+        return found
+
+    with mock.patch.object(module, "_extract_fwd_bwd_modules", tell):
+        yield
+
+
+class _Kernel:
+    """In place of a compiled kernel: computes nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    run = __call__
+
+
+class _Kernels:
+    """In place of inductor's `AsyncCompile`: compiles nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., _Kernel]:
+        return lambda *_, **__: _Kernel()
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        """Wait for nothing."""
+
+
+def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def _reinterpreted(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+def _loaded(key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None) -> Any:  # noqa: ARG001
+    import torch._inductor.async_compile as compiling
+
+    module = types.ModuleType(f"actmem_{key}")
+    module.__file__ = path
+    names = vars(module)
+    names.update(attrs or {})
+    with mock.patch.object(compiling, "AsyncCompile", _Kernels):
+        exec(compile(Path(path).read_text(), path, "exec"), names)  # inductor's own code, as it loads it
+    names |= {"empty_strided_cpu": _empty_strided, "reinterpret_tensor": _reinterpreted}
+    names |= dict.fromkeys(("assert_size_stride", "assert_alignment"), _Kernel())
+    return module
+
+
+@contextlib.contextmanager
+def without_kernels() -> Generator[None]:
+    """Have inductor write its code and compile none of its kernels, so that the code runs on fake tensors.
+
+    What inductor writes allocates and frees its buffers in Python, and calls kernels in between. With kernels that do
+    nothing it shows what is alive at each moment, and a fake tensor has no address that a kernel could be given.
+    """
+    import torch._inductor.config as config
+    from torch._inductor.codecache import PyCodeCache
+
+    with (
+        cast(Any, config).patch(force_disable_caches=True),
+        mock.patch.object(PyCodeCache, "load_by_key_path", _loaded),
+    ):
+        yield

@@ -13,7 +13,7 @@ from actmem.decision_rules import TARGETS, Rule, Slices, check_rules, check_targ
 from actmem.decisions import Decision
 from actmem.errors import ModeError
 from actmem.ops import INPUT, is_glob, split_selector
-from actmem.settings import STORES, Offload
+from actmem.settings import STORES, Compiled, Offload
 from actmem.units import parse_budget
 
 __all__ = [
@@ -241,7 +241,7 @@ class Budget:
     `microbatches` are then those of the loop and keep their defaults here.
 
     >>> Budget("20GiB")
-    Budget(amount='20GiB', device=None, offload=None, optimizer='adamw', microbatches=1)
+    Budget(amount='20GiB', device=None, offload=None, optimizer='adamw', microbatches=1, compiled=None)
 
     Raises:
         ModeError: if the amount cannot be read, or another field has a value that is not permitted.
@@ -259,6 +259,8 @@ class Budget:
     """The optimizer to count: "adamw", "adam" or "sgd"; None counts none."""
     microbatches: int = 1
     """The number of batches that gradients are accumulated over."""
+    compiled: bool | Compiled | None = None
+    """Whether it is for compiled blocks, and how they are compiled. None: as the model is when the plan is made."""
 
     def __post_init__(self) -> None:
         parse_budget(self.amount, device_bytes=2**40)

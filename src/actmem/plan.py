@@ -65,6 +65,8 @@ class FitRecord:
     """A digest of the module classes and of which parameters are trained; "" if it is not known."""
     time_limit_hit: bool = False
     """Whether `time_limit` stopped the search: a faster or idle machine may find another plan."""
+    compiled: str = ""
+    """What is compiled, and by which backend; "" if the plan is for blocks in eager."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,11 @@ def _foretold(p: FitRecord) -> list[str]:
         lines[-1] += f"; routing {p.routing}"
     if p.headroom:
         lines[-1] += f"; {100 * p.headroom:g} % of the budget left to the allocator"
+    if p.compiled:
+        lines.append(
+            f"compiled: {p.compiled}; the bound is for plans that its partitioner can carry out, and the peak that of "
+            "its graphs"
+        )
     if p.time_limit_hit:
         lines.append("stopped by time_limit before the search was done: another run may find another plan")
     return lines

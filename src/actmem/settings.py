@@ -1,4 +1,4 @@
-"""Settings of offloading, without torch: where to, what is worth it, and how much may be in flight."""
+"""Settings of offloading and of compilation, without torch."""
 
 import os
 from dataclasses import dataclass, fields
@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, cast
 from actmem.errors import ModeError
 from actmem.ops import did_you_mean
 
-__all__ = ["STORES", "STRICT", "Offload", "Place", "StoreKind"]
+__all__ = ["STORES", "STRICT", "Compiled", "Offload", "Place", "StoreKind"]
 
 Place = Literal["host", "disk"]
 
@@ -104,3 +104,29 @@ class Offload:
     def __repr__(self) -> str:
         given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
         return f"Offload({', '.join(f'{name}={value!r}' for name, value in given)})"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """How a model is going to be compiled, for a plan that is made before that.
+
+    >>> Compiled("model", backend="aot_eager")
+    Compiled(what='model', backend='aot_eager')
+
+    Raises:
+        ModeError: if a field has a value that is not permitted.
+    """
+
+    what: Literal["blocks", "model"] = "blocks"
+    """`blocks`: each block, by `block.compile()` or `torch.compile(block)`. `model`: all of it, as one graph."""
+    backend: str = "inductor"
+    """The compiler's backend, as `torch.compile` names it."""
+
+    def __post_init__(self) -> None:
+        if self.what not in ("blocks", "model"):
+            raise ModeError(f"what = {self.what!r} is not known. Expected 'blocks' or 'model'.")
+        if not isinstance(self.backend, str):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
+            raise ModeError(
+                f"backend = {self.backend!r} is not the name of a backend. Expected one such as 'inductor'. To plan "
+                "for a backend of your own, compile the model first: it is seen."
+            )

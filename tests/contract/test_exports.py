@@ -10,6 +10,7 @@ PROMISED = {
     "ApplyError",
     "Budget",
     "BudgetError",
+    "Compiled",
     "Device",
     "DeviceError",
     "Diagnosis",

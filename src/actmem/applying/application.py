@@ -191,7 +191,7 @@ def apply(
         example: a batch, for `Budget`, which profiles the model: a dict for `model(**example)`, or a tuple.
         step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
         loss: a function of the output, for the same; by default `output.loss`.
-        fake: profile on tensors without bytes, for the same. Otherwise one real step is run.
+        fake: profile on tensors without bytes, for the same. Otherwise real steps are run.
 
     Returns:
         The handle to print what was done, and to undo it.
@@ -212,7 +212,7 @@ def apply(
     profiled = _Profiled(example, step, loss, fake)
     _validate(model, mode, engine, collectives, opaque, profiled)
     if isinstance(mode, Budget):
-        mode = _fitted(model, mode, profiled, blocks, scope)
+        mode = _fitted(model, replace(mode, compiled=False) if engine == "tape" else mode, profiled, blocks, scope)
         blocks = scope = None  # the plan names its blocks
     return _install(model, _resolve(model, mode, engine, blocks, scope), engine, collectives, opaque, loss)
 
@@ -358,6 +358,7 @@ def _fitted(
             offload=mode.offload,
             optimizer=mode.optimizer,
             microbatches=mode.microbatches,
+            compiled=mode.compiled,
             blocks=blocks,
             scope=scope,
             fake=profiled.fake,
@@ -562,7 +563,7 @@ def _runners(
     for block, roles, verdicts in zip(resolved.blocks, resolved.roles, resolved.verdicts, strict=True):
         key = type(block.module), block.kind, verdicts.key
         if key not in families:
-            families[key] = BlockFamily(verdicts, compilation, traceable=engine != "tape", exact=plan.exact)
+            families[key] = BlockFamily(verdicts, compilation, traceable=engine != "tape", plan=plan)
         families[key].needs_answers |= "router" in roles
         runners.append(
             BlockRunner(

@@ -248,8 +248,9 @@ def _forward(original: Any, family: BlockFamily, runners: dict[int, BlockRunner]
     @apart_from_graphs
     def refuse(self: nn.Module) -> Any:
         raise UnsupportedError(
-            f"{runners[id(self)].path} is compiled, and its plan keeps a budget, which no compiled graph does. "
-            "Keep the block out of graphs: actmem.apply(..., engine='tape'), or choose another mode."
+            f"{runners[id(self)].path} is compiled, and its plan keeps a budget in eager, which no compiled graph "
+            "would. Plan for compiled blocks: actmem.fit(..., compiled=True). Or keep the block out of graphs: "
+            "actmem.apply(..., engine='tape')."
         )
 
     apart = apart_from_graphs(run)
@@ -373,6 +374,12 @@ class BlockRunner:
             self.num_without_gradient += 1
             return forward(block, *args, **kwargs)
         self._refuse(kwargs)
+        if self.family.in_graphs:
+            why = "the graph breaks inside it" if self.given_up else "it is not compiled"
+            raise UnsupportedError(
+                f"the plan keeps its budget in compiled blocks, and {self.path} runs in eager: {why}. Compile it as it "
+                "was planned, or plan for blocks in eager: actmem.fit(..., compiled=False)."
+            )
         if is_compiler_new():
             record_compiled_regions()
         if self.engine == "checkpoint":

@@ -37,6 +37,7 @@ from actmem.engine.observation import Places
 from actmem.engine.operators import Operator, describe
 from actmem.engine.second_forward import Keeping, Repeating
 from actmem.engine.verdicts import Traced, Tracer, Verdicts
+from actmem.plan import Plan
 from actmem.torchcompat import (
     attention_backends,
     checkpoint,
@@ -136,13 +137,24 @@ class Compilation:
 class BlockFamily:
     """The blocks of one class for which the plan says the same: they share one class, and one compiled graph."""
 
-    def __init__(self, verdicts: Verdicts, compilation: Compilation, *, traceable: bool, exact: bool = False) -> None:
+    def __init__(
+        self,
+        verdicts: Verdicts,
+        compilation: Compilation,
+        *,
+        traceable: bool,
+        plan: Plan | None = None,
+    ) -> None:
         self.verdicts = verdicts
         self.traceable = traceable
         """Whether a graph may include these blocks; otherwise they stay outside, and the tape runs them."""
         self.verdicts_keep_everything = verdicts.keeps_everything
-        self.refused = traceable and exact
-        """Whether the plan is for a budget, which no compiled graph keeps."""
+        predicted = None if plan is None else plan.predicted
+        in_graphs = predicted is not None and bool(predicted.compiled)
+        self.refused = traceable and plan is not None and plan.exact and not in_graphs
+        """Whether the plan is for a budget that is kept in eager, and not by compiled graphs."""
+        self.in_graphs = in_graphs
+        """Whether the plan is for a budget that is kept by compiled graphs, and not in eager."""
         self.offloads = verdicts.offloads
         """Whether values leave at the border of a graph: the tape runs the block, and its pieces are compiled."""
         self.names_parts = verdicts.looks_into_modules

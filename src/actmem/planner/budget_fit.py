@@ -15,12 +15,13 @@ from actmem.decisions import Decision
 from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
 from actmem.plan import FitRecord, Plan
+from actmem.planner.compiled_fit import compilation, fit_ladder, make_ladder
 from actmem.planner.named_modes import named_keeps, named_steps
 from actmem.planner.rules_writer import ANY, loosened, write_rules
 from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, solve
 from actmem.profiles import Profile
 from actmem.profiling import called_as, check_step, profiles
-from actmem.settings import STORES, Offload
+from actmem.settings import STORES, Compiled, Offload
 from actmem.simulation import (
     Simulated,
     cost_seconds,
@@ -33,7 +34,7 @@ from actmem.simulation import (
     simulate,
     step_seconds,
 )
-from actmem.structure import check_module
+from actmem.structure import check_module, find_blocks
 from actmem.units import parse_budget, size
 
 __all__ = ["Allowance", "allowance", "fit", "fit_profile", "fit_profiles", "refusal"]
@@ -74,6 +75,7 @@ def fit(
     routing: str = "balanced",
     fake: bool = True,
     time_limit: float = TIME_LIMIT,
+    compiled: bool | Compiled | None = None,
 ) -> Plan:
     """Find the plan that trains fastest within a memory budget, and say how far from the best possible it may be.
 
@@ -102,6 +104,10 @@ def fit(
             the plan uses its measured times.
         time_limit: an emergency brake: seconds after which the solver is stopped. The best plan found by then is
             returned, and says so. Otherwise the same inputs give the same plan, however long it takes.
+        compiled: whether the plan is for compiled blocks. None: if they are compiled now. True: if they are, as they
+            are, and else each block by inductor; an `actmem.Compiled` says otherwise. The model is compiled under
+            several plans for this, on fake tensors, or with `fake=False` for real. `step`, `examples`, `offload` and
+            `shard` cannot be combined with it.
 
     Returns:
         The plan. `plan.predicted` has its peak, its step time and the proven bound.
@@ -147,13 +153,19 @@ def fit(
     known = resolved(device, {str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     allowed = allowance(budget, known, headroom)  # a wrong budget is refused before the model is profiled
     what = "batch" if step is None else "step=step"
+    found_blocks = find_blocks(model, blocks, scope)
+    how = compilation(model, found_blocks, compiled)
+    if how is not None:
+        _check_compiled(step=step, examples=examples, offload=offload, shard=shard)
+        model = getattr(model, "_orig_mod", model)
+        found_blocks = find_blocks(model, blocks, scope)
     with called_as(f"actmem.fit(model, {what}, budget=..., fake=False)"):
         found = profiles(
             model,
             batches,
             step=step,
             loss=loss,
-            fake=fake,
+            fake=fake or how is not None,
             blocks=blocks,
             scope=scope,
             routing=routing,
@@ -162,7 +174,19 @@ def fit(
             microbatches=microbatches,
             shard=shard,
         )
+    if how is not None:
+        ladder = make_ladder(model, found_blocks, batches[0], loss, how, found[0], known, fake=fake)
+        return fit_ladder(ladder, allowed.budget_bytes, known, how, headroom=allowed.headroom, fake=fake)
     return fit_profiles(found, allowed, known, offload=offload, time_limit=time_limit)
+
+
+def _check_compiled(**given: object) -> None:
+    named = [name for name, value in given.items() if value not in (None, (), [], 1)]
+    if named:
+        raise ModeError(
+            f"{' and '.join(named)} cannot be combined with compiled blocks: their plan is for one example, and only "
+            "saves and recomputes. Leave it out, or plan for blocks in eager: compiled=False."
+        )
 
 
 def allowance(budget: str | int | float, known: Device, headroom: float | None = None) -> Allowance:

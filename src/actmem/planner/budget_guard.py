@@ -61,6 +61,10 @@ class Guard:
             return
         planned = [replace(s, name=_named(s.name, names)) for s in self._predicted.shapes]
         changed = self._change(now)
+        if self._predicted.compiled:
+            self._check_sizes(shapes, planned, changed)
+            self._accepted.add((shapes, now))
+            return
         if not changed and is_covered(shapes, planned):
             self._accepted.add((shapes, now))
             return
@@ -85,6 +89,21 @@ class Guard:
         said = ", ".join(differences(shapes, planned))
         raise BudgetError(
             f"the plan was made for another batch, and here {said}. With a budget of {size(budget)}, {would}. {repair}"
+        )
+
+    def _check_sizes(self, found: Sequence[TensorShape], planned: Sequence[TensorShape], changed: str) -> None:
+        """Refuse a batch of other sizes: it has another graph."""
+        if changed:
+            said = f"the model is not as it was planned for: {changed}"
+        elif sorted(found, key=str) == sorted(planned, key=str):
+            return
+        else:
+            sizes = ", ".join(map(str, found))
+            said = f"the plan is for compiled blocks and {', '.join(map(str, planned))}, and here the batch is {sizes}"
+        raise BudgetError(
+            f"{said}. That makes another graph, and whether it keeps the budget of "
+            f"{size(self._predicted.budget_bytes)} is not known. Pad batches to the planned sizes, or plan for this "
+            "one: actmem.fit(model, batch, budget=...)."
         )
 
     def _check_call(self, found: Sequence[TensorShape], now: Condition | None) -> None:

@@ -1,5 +1,6 @@
 """Find out what a step does by running it, on fake tensors or for real, with nothing held."""
 
+from actmem.profiling.compiled_step import CompiledRun, CompiledStep, Section
 from actmem.profiling.complaints import called_as
 from actmem.profiling.examples import argument_names, loss_of, named_arguments, shapes_of
 from actmem.profiling.rank_profile import profile_rank
@@ -9,7 +10,10 @@ from actmem.profiling.step_profile import check_step, profile, profiles
 
 __all__ = [
     "STEP",
+    "CompiledRun",
+    "CompiledStep",
     "Restored",
+    "Section",
     "argument_names",
     "called_as",
     "check_step",
