@@ -116,7 +116,6 @@ def _module() -> Any:
     module.get_rng_state = lambda device=NAME: generators[index(device)].get_state()
     module.set_rng_state = set_rng_state
     module.manual_seed_all = manual_seed_all
-    module.manual_seed = lambda seed: generators[index(NAME)].manual_seed(seed)
     module.get_amp_supported_dtype = lambda: [torch.float32, torch.bfloat16]
     module.Stream, module.Event = torch.Stream, torch.Event
     return module

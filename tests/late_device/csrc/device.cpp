@@ -23,6 +23,10 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <iomanip>
+#include <sstream>
+#include <unordered_map>
+
 #include "memory.h"
 
 namespace late {
@@ -324,7 +328,27 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() && argument.alias_info()->isWrite();
 }
 
-std::optional<Stack> metas(const c10::OperatorHandle& op, const Stack& arguments) {
+// Everything about a call that shapes may depend on.
+std::string signature(const c10::OperatorHandle& op, const Stack& arguments) {
+  std::ostringstream text;
+  text << std::setprecision(17) << op.operator_name();
+  for (const IValue& value : arguments) {
+    size_t num_tensors = 0;
+    each(value, [&](const Tensor& tensor) {
+      text << '|' << tensor.sizes() << tensor.strides() << tensor.scalar_type() << tensor.device().type()
+           << tensor.unsafeGetTensorImpl()->is_wrapped_number();
+      ++num_tensors;
+    });
+    if (value.isList() && (num_tensors || value.isTensorList() || value.isOptionalTensorList())) {
+      for (const IValue& item : value.toListRef()) text << (item.isTensor() && item.toTensor().defined());
+    } else if (!value.isTensor() && !value.isGenerator()) {
+      text << '|' << value;
+    }
+  }
+  return text.str();
+}
+
+std::optional<Stack> computed_metas(const c10::OperatorHandle& op, const Stack& arguments) {
   Stack made;
   for (const IValue& value : arguments) {
     if (value.isDevice()) made.emplace_back(c10::Device(c10::kMeta));
@@ -341,6 +365,21 @@ std::optional<Stack> metas(const c10::OperatorHandle& op, const Stack& arguments
     if (!result.isTensor() && !result.isTensorList()) return std::nullopt;
   for (IValue& result : results) made.push_back(std::move(result));
   return made;  // the arguments, which may have been resized, and the results
+}
+
+// Return the shapes of a call's arguments after it and of its results, as meta tensors; none if they depend on data.
+// Many meta kernels are written in Python: what one has said is remembered.
+std::optional<Stack> metas(const c10::OperatorHandle& op, const Stack& arguments) {
+  static auto* known = new std::unordered_map<std::string, std::optional<Stack>>();
+  static std::mutex mutex;
+  const std::string key = signature(op, arguments);
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (auto found = known->find(key); found != known->end()) return found->second;
+  }
+  auto made = computed_metas(op, arguments);
+  std::lock_guard<std::mutex> lock(mutex);
+  return (*known)[key] = std::move(made);
 }
 
 // Run a kernel of the CPU where a stream runs.
@@ -656,6 +695,9 @@ void late_hold(int device, int stream, int held) {
 }
 void late_records_streams(int whether) {
   late::records_streams = whether;
+}
+void late_poison_at_free(int whether) {
+  late::poisons_at_free = whether;
 }
 int64_t late_peak_held(int device) {
   std::lock_guard<std::mutex> lock(late::pool(device).mutex);

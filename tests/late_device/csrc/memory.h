@@ -3,7 +3,9 @@
 // It works in the order of the host, as CUDA's does: a freed block may be handed out again on the stream it was
 // allocated on, at once. A block that other streams have used (`record_stream`) is handed out again when these streams
 // have passed the point at which it was freed. When the stream of a block reaches the free, the block is filled with a
-// pattern, so that whoever reads it out of order reads garbage.
+// pattern, so that whoever reads it out of order reads garbage. A program with several streams may order them between a
+// free and the next use of the memory, and rely on the bytes until then: for it, the block is filled when it is handed
+// out again.
 #pragma once
 
 #include <cstdlib>
@@ -23,6 +25,8 @@ namespace late {
 constexpr size_t kRounding = 512;
 constexpr int kPoison = 0xA5;
 constexpr size_t kMemory = size_t(4) << 30;
+
+inline std::atomic<bool> poisons_at_free{true};
 
 struct Block {
   void* data;
@@ -48,8 +52,10 @@ struct Pool {
     auto found = mine.lower_bound(size);
     Block* block;
     if (found != mine.end() && found->first <= 2 * size) {
+      found = std::prev(mine.upper_bound(found->first));  // what was freed last: the most likely to be in use still
       block = found->second;
       mine.erase(found);
+      if (!poisons_at_free) poison(block);
     } else {
       block = new Block{std::aligned_alloc(kRounding, size), size, 0, &on, {}, {}};
       std::memset(block->data, kPoison, size);
@@ -106,10 +112,13 @@ struct Pool {
   }
 
  private:
+  static void poison(Block* block) {
+    block->owner->submit([data = block->data, size = block->size] { std::memset(data, kPoison, size); }, false);
+  }
   void put_back(Block* block) {
     stats.active_bytes[0].decrease(block->size);
     held.decrease(block->requested);
-    block->owner->submit([data = block->data, size = block->size] { std::memset(data, kPoison, size); }, false);
+    if (poisons_at_free) poison(block);
     unused[block->owner].emplace(block->size, block);
   }
 };
