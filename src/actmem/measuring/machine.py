@@ -20,8 +20,16 @@ from actmem.errors import DeviceError
 __all__ = ["measure_machine"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_SIZES = {"cpu": (384, 512, 768)}
-_ACCELERATOR_SIZES = (2048, 4096, 8192)  # large enough that a launch does not count
+_CPU_SIZES = (384, 512, 768)
+_ACCELERATOR_SIZES = (
+    256,
+    512,
+    1024,
+    2048,
+    4096,
+    8192,
+)  # a fast one needs large products: a launch counts in small ones
+_NUM_SIZES = 3
 _MOVED_BYTES = 64 * 2**20  # of each of three arrays: more than caches hold
 _CHUNK_BYTES = 4 * 2**20
 _DISK_BYTES = 128 * 2**20
@@ -83,13 +91,13 @@ def _measured(where: torch.device, num_threads: int, seconds: float, *, bfloat16
         if dtype is torch.bfloat16 and not bfloat16:
             continue  # some machines advertise products in bfloat16 and then fault on them: run none unless needed
         try:
-            rates[name] = _flops_per_second(where, dtype, seconds / 3)
+            rates[name], sizes = _flops_per_second(where, dtype, seconds / 3)
         except (RuntimeError, TypeError):
             if dtype is torch.float32:
                 raise
             continue  # a device without this dtype: omit the figure
-        sizes = ", ".join(map(str, _sizes(where)))
-        sources[f"flops_per_second.{name}"] = f"measured: the median of matrix products of {sizes} in {dtype}"
+        listed = ", ".join(map(str, sizes))
+        sources[f"flops_per_second.{name}"] = f"measured: the median of matrix products of {listed} in {dtype}"
     bandwidth = _moved_bytes_per_second(where, seconds / 3)
     sources["memory_bytes_per_second"] = (
         f"measured: the median of adding two arrays of {_MOVED_BYTES >> 20} MiB to a third"
@@ -108,20 +116,40 @@ def _measured(where: torch.device, num_threads: int, seconds: float, *, bfloat16
 # --- rates ------------------------------------------------------------------------------------------------------------
 
 
-def _sizes(where: torch.device) -> tuple[int, ...]:
-    return _SIZES.get(where.type, _ACCELERATOR_SIZES)
-
-
 @torch.no_grad()
-def _flops_per_second(where: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    sizes = _sizes(where)
-    generator = torch.Generator(where).manual_seed(0)
+def _flops_per_second(where: torch.device, dtype: torch.dtype, seconds: float) -> tuple[float, tuple[int, ...]]:
+    """Return the median rate of matrix products, and the sizes that were multiplied."""
+    sizes = _CPU_SIZES if where.type == "cpu" else _fitting_sizes(where, dtype, seconds)
     found: list[float] = []
     for size in sizes:
-        a = torch.randn(size, size, generator=generator, device=where).to(dtype)
-        result = torch.empty_like(a)
-        found += _rates(functools.partial(torch.mm, a, a, out=result), 2 * size**3, where, seconds / len(sizes))
-    return statistics.median(found)
+        found += _rates(_product(where, dtype, size), 2 * size**3, where, seconds / len(sizes))
+    return statistics.median(found), sizes
+
+
+def _fitting_sizes(where: torch.device, dtype: torch.dtype, seconds: float) -> tuple[int, ...]:
+    """Return the largest sizes whose products an accelerator computes in the given time, a few times over.
+
+    It may be as fast as a data centre's or slower than a CPU, so it is asked, from the smallest size on.
+    """
+    allowed_seconds = seconds / _NUM_SIZES / (_LEAST_RUNS + 1)
+    tried: list[int] = []
+    for size in _ACCELERATOR_SIZES:
+        tried.append(size)
+        run = _product(where, dtype, size)
+        run()  # the first of a kind may compile or load its kernel
+        _wait(where)
+        start = perf_counter()
+        run()
+        _wait(where)
+        if 8 * (perf_counter() - start) > allowed_seconds:  # twice the size is eight times the work
+            break
+    return tuple(tried[-_NUM_SIZES:])
+
+
+def _product(where: torch.device, dtype: torch.dtype, size: int) -> Callable[[], object]:
+    generator = torch.Generator(where).manual_seed(0)
+    a = torch.randn(size, size, generator=generator, device=where).to(dtype)
+    return functools.partial(torch.mm, a, a, out=torch.empty_like(a))
 
 
 @torch.no_grad()

@@ -15,7 +15,8 @@ Two streams carry the copies, one for each direction, because a link carries bot
   stream, or another device.
 
 Not yet run on hardware. The order of the calls is tested on a backend in Python, which has streams but no kernels; the
-lane above is tested on a simulated device.
+lane above is tested on a simulated device, and whole trainings on a device that computes on the host, late: its streams
+are threads, and memory that is read out of order holds garbage (`tests/late_device`).
 """
 
 from __future__ import annotations
@@ -272,6 +273,10 @@ def _host_bytes(slot: Slot) -> Tensor:
     return tensor[: slot.num_bytes]
 
 
+_held: deque[tuple[torch.Event, Tensor]] = deque()
+"""Tensors that a stream uses, where the allocator cannot be told. They may outlive the lane that used them."""
+
+
 class TorchDevice:
     """The `Device` of an `AcceleratorLane`, for one device of `torch.accelerator`. Not yet run on hardware.
 
@@ -321,5 +326,14 @@ class TorchDevice:
             target.copy_(source, non_blocking=True)
 
     def keep_alive(self, tensor: Tensor, stream: torch.Stream) -> None:
-        """Tell the allocator that `stream` uses the memory of `tensor`."""
-        tensor.record_stream(stream)
+        """Tell the allocator that `stream` uses the memory of `tensor`.
+
+        Not every backend's allocator can be told. Then the tensor is held until the host sees, at a later call, that
+        the stream has done all that is queued on it now.
+        """
+        while _held and _held[0][0].query():
+            _held.popleft()
+        try:
+            tensor.record_stream(stream)
+        except NotImplementedError:
+            _held.append((self.record(stream), tensor))

@@ -15,6 +15,7 @@ from actmem.offloading.accelerator import AcceleratorLane, TorchDevice
 from actmem.offloading.disk import DiskStore
 from actmem.offloading.host import HostStore, available_bytes
 from actmem.offloading.lanes import Lane
+from actmem.offloading.routed import RoutedLane
 from actmem.offloading.staged import StagedLane
 from actmem.offloading.stores import Store
 from actmem.offloading.threads import ThreadLane
@@ -27,7 +28,7 @@ __all__ = ["MAKERS", "make"]
 
 
 def make(offload: Offload, device: torch.device) -> Offloader:
-    """Make an offloader for tensors of a device.
+    """Make an offloader for tensors of a device, and of others that the model may be spread over.
 
     Raises:
         OffloadError: the directory cannot be used, or there is no room.
@@ -35,9 +36,17 @@ def make(offload: Offload, device: torch.device) -> Offloader:
     on_cpu = device.type == "cpu"
     window = Window[Any](offload.in_flight_bytes, offload.max_in_flight)
     store = MAKERS[offload.to](offload, on_cpu)  # first: it may refuse, and must not leave a thread behind
-    lane: Lane = ThreadLane() if on_cpu else AcceleratorLane(TorchDevice(device), use_streams=offload.use_streams)
-    if not on_cpu and not isinstance(store, HostStore):  # an accelerator copies to host memory only
-        lane = StagedLane(lane, ThreadLane(), HostStore(pin=offload.pin, limit_bytes=None), window=window)
+
+    def lane_of(its_device: torch.device) -> Lane:
+        if its_device.type == "cpu":
+            return ThreadLane()
+        direct = AcceleratorLane(TorchDevice(its_device), use_streams=offload.use_streams)
+        if isinstance(store, HostStore):
+            return direct
+        staging = HostStore(pin=offload.pin, limit_bytes=None)  # an accelerator copies to host memory only
+        return StagedLane(direct, ThreadLane(), staging, window=window)
+
+    lane = lane_of(device) if on_cpu else RoutedLane(lane_of)
     return Offloader(store, lane, window=window, overlap=offload.use_streams)
 
 

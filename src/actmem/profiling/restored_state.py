@@ -7,6 +7,7 @@ import random
 import sys
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -40,20 +41,32 @@ def inputs_of(batch: Any) -> dict[str, Tensor]:
 
 
 def generator_states(model: nn.Module | None) -> dict[str, Any]:
-    """Return the states of the random generators that a step may draw from: of all devices, if no model is given."""
+    """Return the states of the random generators that a step may draw from, or that a seed may change.
+
+    Those are of the CPU, Python and numpy, of every device of the accelerator if it is in use, and of the devices of
+    the model. A generator that its backend does not show is left out.
+    """
     states: dict[str, Any] = {"cpu": torch.get_rng_state(), "Python": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
         states["numpy"] = numpy.random.get_state()
-    devices = _devices() if model is None else {t.device for t in (*model.parameters(), *model.buffers())}
-    for device in devices:
-        if device.type not in ("cpu", "meta"):
-            states[str(device)] = torch.get_device_module(device).get_rng_state(device)
+    of_model = () if model is None else (t.device for t in (*model.parameters(), *model.buffers()))
+    for device in sorted({*_accelerators(), *of_model}, key=str):
+        if device.type not in ("cpu", "meta") and (get_state := _function(device, "get_rng_state")) is not None:
+            states[str(device)] = get_state(device)
     return states
 
 
-def _devices() -> set[torch.device]:
+def _accelerators() -> Iterable[torch.device]:
+    """Return the devices of the accelerator; none before the program has used it: asking would start it."""
     kind = torch.accelerator.current_accelerator(check_available=True)
-    return set() if kind is None else {torch.device(kind.type, n) for n in range(torch.accelerator.device_count())}
+    if kind is None or not (_function(kind, "is_initialized") or (lambda: True))():
+        return ()
+    return (torch.device(kind.type, n) for n in range(torch.accelerator.device_count()))
+
+
+def _function(device: torch.device, name: str) -> Callable[..., Any] | None:
+    """Return a function of a device's module, or None if its backend has no such."""
+    return getattr(torch.get_device_module(device), name, None)
 
 
 def set_generator_states(states: dict[str, Any]) -> None:
