@@ -137,4 +137,5 @@ __getattr__, __dir__ = on_first_use(
         "actmem.simulation": "Prediction predict",
         "actmem.verification": "Verification verify",
     },
+    rooms="allocator",
 )

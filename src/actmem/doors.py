@@ -11,7 +11,9 @@ from sys import modules
 __all__ = ["on_first_use"]
 
 
-def on_first_use(room: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+def on_first_use(
+    room: str, homes: Mapping[str, str], rooms: str = ""
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package that imports a name when it is first asked for.
 
     >>> get, _ = on_first_use("actmem", {"actmem.errors": "ActmemError ModeError"})
@@ -21,10 +23,14 @@ def on_first_use(room: str, homes: Mapping[str, str]) -> tuple[Callable[[str], o
     Args:
         room: the name of the package.
         homes: for each module, the names that it has.
+        rooms: packages inside that are given out whole.
     """
     home = {name: module for module, names in homes.items() for name in names.split()}
+    inside = rooms.split()
 
     def get(name: str) -> object:
+        if name in inside:
+            return import_module(f"{room}.{name}")
         if name not in home:
             raise AttributeError(f"module {room!r} has no attribute {name!r}")
         value = getattr(import_module(home[name]), name)
@@ -32,6 +38,6 @@ def on_first_use(room: str, homes: Mapping[str, str]) -> tuple[Callable[[str], o
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(modules[room]), *home})
+        return sorted({*vars(modules[room]), *home, *inside})
 
     return get, names
