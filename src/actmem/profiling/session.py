@@ -15,7 +15,7 @@ from actmem.engine import record_compiled_regions, storages_of, tensors
 from actmem.errors import UnsupportedError
 from actmem.log_entries import Entered, Left, PhaseBegan, StorageDied
 from actmem.profiles import COPY, Call, Cost, Layer, Profile, Value
-from actmem.profiling.chronicle import BackwardBegan, BackwardEnded, Chronicle, settled
+from actmem.profiling.chronicle import BackwardBegan, BackwardEnded, Chronicle, changes, settled
 from actmem.profiling.complaints import for_real
 from actmem.profiling.equal_blocks import Skipped, Template, expand, numbers_of, signature, skip
 from actmem.profiling.examples import loss_of
@@ -80,6 +80,9 @@ class Session:
         """What each call that was run made, and the bytes and shapes of its arguments."""
         self._state = frozenset(storages_of([*model.parameters(), *model.buffers()]))
         self._gradients = 0
+        self._base: list[tuple[int, int, str]] = []
+        """Its storages: number, bytes and role."""
+        self._carried: tuple[tuple[int, int], ...] = ()
         self._stock: dict[str, int] = {}
         """Bytes alive when a step of the user's own loop begins, by role."""
         self.unused: frozenset[str] = frozenset()
@@ -136,7 +139,7 @@ class Session:
             for p, grad in before:
                 p.grad = grad
 
-    def run_step(self, step: Callable[[], object], holdings: Iterable[tuple[Tensor, str]]) -> None:
+    def run_step(self, step: Callable[[], object], holdings: Callable[[], Iterable[tuple[Tensor, str]]]) -> None:
         """Run a step of the user's own loop.
 
         Args:
@@ -144,13 +147,23 @@ class Session:
             holdings: the counted tensors that exist when it begins, each with its role.
         """
         ledger = self._chronicle.ledger
-        for tensor, role in holdings:
+        for tensor, role in holdings():
             before = ledger.main.live_bytes
             ledger.add_base(tensor, role)
             self._stock[role] = self._stock.get(role, 0) + ledger.main.live_bytes - before
+        self._base = ledger.stock()
         ledger.begin()
+        before = ledger.numbers_of(holdings())
         with self._watching():
             step()
+            after = ledger.numbers_of(holdings())
+        self._carried = tuple(
+            pair
+            for role, numbers in before.items()
+            if len(numbers) == len(after.get(role, ()))
+            for pair in zip(numbers, after[role], strict=True)
+            if pair[0] != pair[1]
+        )
 
     @contextlib.contextmanager
     def _watching(self) -> Generator[None]:
@@ -161,6 +174,7 @@ class Session:
         try:
             with self._chronicle:
                 yield
+            self._chronicle.ledger.ends = True
         finally:
             for block in self._found:
                 vars(block.module).pop("forward", None)
@@ -325,7 +339,8 @@ class Session:
         expanded = expand(settled(self._chronicle.log), layers, self._skipped, sizes)
         if expanded is None:
             return None
-        log, layers = expanded
+        log, memory = changes(expanded[0])
+        layers = expanded[1]
         for s in self._skipped:
             layers[s.layer] = replace(layers[s.layer], path=self._blocks[s.layer].path)
         skipped = [p for s in self._skipped for p in self._blocks[s.layer].module.parameters() if p.requires_grad]
@@ -347,8 +362,29 @@ class Session:
             "layers": tuple(layers[i] for i in range(len(layers))),
             "log": tuple(log),
             "storages": sizes,
+            "memory": tuple(memory),
+            "stock": self._stock_of(sizes),
+            "carried": self._carried,
         }
         return Profile(**(found | facts))
+
+
+    def _stock_of(self, sizes: dict[int, int]) -> tuple[tuple[int, int, str], ...]:
+        """Return number, bytes and role of what is there when the step begins, the caller's tensors included."""
+        external = self._chronicle.ledger.external_stock()
+        if self._stock:
+            return (*self._base, *external)
+        model = self._original
+        found: list[tuple[int, int, str]] = []
+        kinds = (("parameters", model.parameters()), ("buffers", model.buffers()))
+        for role, tensors_there in kinds:
+            for tensor in tensors_there:
+                found.append((len(sizes) + len(found), tensor.nbytes, role))
+        if self._accumulates:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            found += [(len(sizes) + len(found) + n, p.nbytes, "gradients") for n, p in enumerate(trained)]
+        sizes |= {number: num_bytes for number, num_bytes, _ in found}
+        return (*found, *external)
 
 
 def _with_copy(costs: tuple[Cost, ...]) -> tuple[Cost, ...]:
