@@ -151,20 +151,26 @@ class Decoder(nn.Module):
         return self.lm_head(x)
 
 
+def log_softmax(x: Tensor) -> Tensor:
+    """Log-softmax over the last dimension, by hand."""
+    most = torch.max(x, dim=-1, keepdim=True)[0]
+    x = x - most
+    return x - torch.log(torch.sum(torch.exp(x), dim=-1, keepdim=True))
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The course's own cross-entropy."""
-    shifted = logits - torch.max(logits, dim=-1, keepdim=True)[0]
-    logsumexp = torch.log(torch.sum(torch.exp(shifted), dim=-1))
-    return torch.mean(-torch.gather(shifted, dim=-1, index=targets.unsqueeze(-1)).squeeze(-1) + logsumexp)
+    """Cross-entropy, by hand."""
+    losses = -log_softmax(logits)
+    return torch.mean(torch.gather(losses, -1, targets.unsqueeze(-1)))
 
 
 class OwnAdamW(torch.optim.Optimizer):
-    """The course's own AdamW."""
+    """AdamW, by hand: one parameter after the other, each moment a new tensor."""
 
     def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:
             lr, (beta1, beta2), eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
             for p in group["params"]:
@@ -172,11 +178,12 @@ class OwnAdamW(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 grad = p.grad.data
-                t = state.get("t", 1)
-                prev_m, prev_v = state.get("m", torch.zeros_like(grad)), state.get("v", torch.zeros_like(grad))
-                m = beta1 * prev_m + (1 - beta1) * grad
-                v = beta2 * prev_v + (1 - beta2) * torch.square(grad)
-                scale = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-                p.data -= scale * m / (torch.sqrt(v) + eps)
                 p.data -= lr * decay * p.data
-                state["m"], state["v"], state["t"] = m, v, t + 1
+                t = state.get("t", 1)
+                before_m = state.get("m", torch.zeros_like(grad))
+                before_v = state.get("v", torch.zeros_like(grad))
+                m = beta1 * before_m + (1 - beta1) * grad
+                v = beta2 * before_v + (1 - beta2) * torch.square(grad)
+                rate = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+                p.data -= rate * m / (torch.sqrt(v) + eps)
+                state["t"], state["m"], state["v"] = t + 1, m, v

@@ -144,13 +144,14 @@ class Session:
 
         Args:
             step: the step.
-            holdings: the counted tensors that exist when it begins, each with its role.
+            holdings: returns the counted tensors that there are, each with its role.
         """
         ledger = self._chronicle.ledger
         for tensor, role in holdings():
-            before = ledger.main.live_bytes
+            before_bytes = ledger.main.live_bytes
             ledger.add_base(tensor, role)
-            self._stock[role] = self._stock.get(role, 0) + ledger.main.live_bytes - before
+            self._stock[role] = self._stock.get(role, 0) + ledger.main.live_bytes - before_bytes
+            del tensor  # the step may replace it, and the last one would live on here
         self._base = ledger.stock()
         ledger.begin()
         before = ledger.numbers_of(holdings())
@@ -367,7 +368,6 @@ class Session:
             "carried": self._carried,
         }
         return Profile(**(found | facts))
-
 
     def _stock_of(self, sizes: dict[int, int]) -> tuple[tuple[int, int, str], ...]:
         """Return number, bytes and role of what is there when the step begins, the caller's tensors included."""

@@ -6,7 +6,7 @@ the optimizer's state, those after it find the memory that the step before has l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from actmem.allocator import Alloc, AllocatorSettings, Event, Free, SimulatedMemory
@@ -18,7 +18,7 @@ from actmem.profiles import Profile
 from actmem.simulation.plan_effect import follow
 from actmem.simulation.simulator import Simulated
 
-__all__ = ["NUM_STEPS", "card_memory", "step_changes", "training_events"]
+__all__ = ["NUM_STEPS", "CardMemory", "card_memory", "step_changes", "training_events"]
 
 NUM_STEPS = 3
 """How many steps are simulated: one from an empty allocator, and two more."""
@@ -26,6 +26,24 @@ NUM_STEPS = 3
 _COUNTER_BYTES = 8
 """An optimizer's counters are numbers, which stay on the host."""
 _FORWARD, _BACKWARD, _OPTIMIZER = "workspace of forward", "workspace of backward", "optimizer"
+
+
+@dataclass(frozen=True)
+class CardMemory:
+    """What a plan takes of a card."""
+
+    allocated_bytes: int
+    """The most that torch counts as allocated in the last of the simulated steps, tails and workspaces included."""
+    reserved_bytes: int
+    """The most that torch takes from the driver in any of them."""
+    outside_bytes: int
+    """What the driver and the process take besides."""
+    whole: SimulatedMemory
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the card must have."""
+        return self.reserved_bytes + self.outside_bytes
 
 
 @dataclass(frozen=True)
@@ -100,13 +118,14 @@ def step_changes(profile: Profile, plan: Plan) -> tuple[list[tuple[int, int] | _
 
 def training_events(
     profile: Profile, changes: list[tuple[int, int] | _Mark], workspace_bytes: int, num_steps: int = NUM_STEPS
-) -> Iterator[Event]:
-    """Yield the allocations of several steps, from an empty allocator on."""
+) -> Iterator[tuple[bool, Event]]:
+    """Yield the allocations of several steps, from an empty allocator on; and whether the last step begins there."""
+    begins = False
     state = [(n, size) for n, size, role in profile.stock if role == "optimizer_state" and size > _COUNTER_BYTES]
     there = {number for number, _, role in profile.stock if role not in ("optimizer_state", "gradients")}
     for number, size, _ in profile.stock:
         if number in there:
-            yield Alloc(number, size)
+            yield False, Alloc(number, size)
     holder: dict[int, int | str] = {number: number for number in there}
     """Who has the memory of what was there when the step began."""
     done: set[str] = set()
@@ -114,29 +133,31 @@ def training_events(
     """What a step left behind in variables of its own: each is freed when the next step fills the variable again."""
     for step in range(num_steps):
         born: dict[int, str] = {}
+        begins = step == num_steps - 1
         for change in changes:
             if isinstance(change, _Mark):
                 if change.name in done:
                     continue
                 done.add(change.name)
                 if change.name != _OPTIMIZER:
-                    yield Alloc(change.name, workspace_bytes)
+                    yield begins, Alloc(change.name, workspace_bytes)
                     continue
                 for number, size in state:
                     holder[number] = number
-                    yield Alloc(number, size)
+                    yield begins, Alloc(number, size)
                 continue
             number, size = change
             if size:
                 born[number] = name = f"{step}: {number}"
-                yield Alloc(name, size)
+                yield begins, Alloc(name, size)
                 if number in left:
-                    yield Free(left.pop(number))
+                    yield begins, Free(left.pop(number))
             elif number in born:
-                yield Free(born.pop(number))
+                yield begins, Free(born.pop(number))
             elif number in holder:
-                yield Free(holder.pop(number))
-        yield from _end_of_step(profile, step, born, holder, done)
+                yield begins, Free(holder.pop(number))
+        for event in _end_of_step(profile, step, born, holder, done):
+            yield False, event
         left |= born if profile.is_step else {}
 
 
@@ -167,14 +188,33 @@ def card_memory(
     *,
     settings: AllocatorSettings | str = "",
     num_steps: int = NUM_STEPS,
-) -> tuple[SimulatedMemory, Simulated]:
-    """Return what a plan takes of a card that torch's caching allocator serves.
+    beside: Sequence[int] = (),
+) -> tuple[CardMemory, Simulated]:
+    """Return what a plan takes of a card that torch's caching allocator serves, and the step that was simulated.
+
+    Args:
+        profile: what the step does.
+        plan: a plan for the same model.
+        device: the card.
+        settings: as PYTORCH_CUDA_ALLOC_CONF has them.
+        num_steps: how many steps to simulate.
+        beside: bytes of each further tensor that is on the card from the beginning.
 
     >>> from actmem.decision_rules import Rule
     >>> from actmem.devices import device
-    >>> card_memory(Profile(), Plan([Rule("save")], [], "", ""), device("h100-80gb"))[0].peak_reserved_bytes
+    >>> card_memory(Profile(), Plan([Rule("save")], [], "", ""), device("h100-80gb"))[0].reserved_bytes
     0
     """
     changes, simulated = step_changes(profile, plan)
-    events = training_events(profile, changes, device.blas_workspace_bytes or 0, num_steps)
-    return run_allocator(events, settings), simulated
+    events: list[Event] = [Alloc(f"beside {nth}", size) for nth, size in enumerate(beside)]
+    last = 0
+    for last_begins, event in training_events(profile, changes, device.blas_workspace_bytes or 0, num_steps):
+        last = len(events) if last_begins and not last else last
+        events.append(event)
+    memory = run_allocator(events, settings, with_curve=True)
+    return CardMemory(
+        allocated_bytes=max((allocated for allocated, _ in memory.curve[last:]), default=0),
+        reserved_bytes=memory.peak_reserved_bytes,
+        outside_bytes=device.outside_bytes,
+        whole=memory,
+    ), simulated
