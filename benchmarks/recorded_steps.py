@@ -1,10 +1,16 @@
-"""Recorded training steps whose model and step are fully known, and what is predicted of them from fake tensors."""
+"""Recorded training steps, predicted end to end from fake tensors: a section of `benchmarks/validation.py`.
+
+Taken are the recordings of whole training steps (forward, backward, optimizer) whose model, step and optimizer are fully
+known, that start from an empty allocator or run long enough to be steady, and whose process did nothing else before.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +21,14 @@ import actmem
 from actmem.devices import device
 from actmem.profiling import card_autocast
 from actmem.simulation import card_memory, plan_of
+from benchmarks.outcome import Bound, Outcome
 from benchmarks.recorded_models import Decoder, OwnAdamW, cross_entropy
+from benchmarks.table import rows
 
-__all__ = ["STEPS", "Predicted", "RecordedStep", "predicted"]
+__all__ = ["STEPS", "Predicted", "RecordedStep", "predicted", "run", "tables"]
+
+LEAST_EXACT = 6
+"""So many steps must come out with the allocated peak equal to the byte."""
 
 
 def _torch_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -139,3 +150,54 @@ def predicted(step: RecordedStep) -> Predicted:
     plan = plan_of(found, actmem.SaveEverything())
     memory, _ = card_memory(found, plan, device(step.card), num_steps=step.num_steps, beside=step.beside)
     return Predicted(memory.allocated_bytes, memory.reserved_bytes)
+
+
+def run(shared: Path) -> Outcome:
+    """Predict every step, and compare it with its recording."""
+    index = json.loads((shared / "recordings" / "index.json").read_text())
+    outcome = Outcome("steps", {"steps": len(STEPS)})
+    for step in STEPS:
+        record = next(each for each in index if each["file"].startswith(step.file))
+        seen = record["devices"][0]
+        found = predicted(step)
+        outcome.exact[f"{record['repo']} {record['path']}"] = {
+            "model": f"{step.num_layers} layers, {step.width} wide, {step.batch} x {step.sequence}",
+            "precision": "bf16 autocast" if step.autocast else "fp32",
+            "optimizer": "by hand" if step.optimizer is OwnAdamW else "torch.optim.AdamW",
+            "recorded_allocated_bytes": seen["peak_allocated"],
+            "predicted_allocated_bytes": found.allocated_bytes,
+            "recorded_reserved_bytes": seen["peak_reserved"],
+            "predicted_reserved_bytes": found.reserved_bytes,
+        }
+    figures = list(outcome.exact.values())
+    inexact = sum(each["recorded_allocated_bytes"] != each["predicted_allocated_bytes"] for each in figures)
+    outcome.bounds = [
+        Bound("steps whose allocated peak is not equal to the byte", inexact, len(STEPS) - LEAST_EXACT),
+        Bound("allocated peak, largest error", max(abs(_off(each, "allocated")) for each in figures), 0.01),
+        Bound("reserved peak, largest error", max(abs(_off(each, "reserved")) for each in figures), 0.01),
+    ]
+    return outcome
+
+
+def _off(figures: dict[str, Any], kind: str) -> float:
+    return figures[f"predicted_{kind}_bytes"] / figures[f"recorded_{kind}_bytes"] - 1
+
+
+def tables(result: dict[str, Any]) -> Iterator[str]:
+    """Yield the section's lines for the page."""
+    yield from rows(
+        ["recording", "step", "allocated: recorded", "predicted", "off", "reserved: recorded", "predicted", "off"],
+        [
+            [
+                name,
+                f"{each['model']}, {each['precision']}, {each['optimizer']}",
+                f"{each['recorded_allocated_bytes']:,}",
+                f"{each['predicted_allocated_bytes']:,}",
+                "equal" if not _off(each, "allocated") else f"{_off(each, 'allocated'):+.3%}",
+                f"{each['recorded_reserved_bytes']:,}",
+                f"{each['predicted_reserved_bytes']:,}",
+                "equal" if not _off(each, "reserved") else f"{_off(each, 'reserved'):+.3%}",
+            ]
+            for name, each in result["exact"].items()
+        ],
+    )

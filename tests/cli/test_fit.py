@@ -19,7 +19,7 @@ import actmem
 from actmem.planner import work
 from tests.cli.conftest import Run
 
-MINE = ("mine:make", "--device", "h100-80gb")
+MINE = ("mine:make", "--device", "flat")
 
 
 def document(run: Run, *words: str, code: int = 0) -> dict[str, Any]:
@@ -36,13 +36,13 @@ def mine(batch: int) -> tuple[nn.Module, tuple[Any, ...], Any]:
 def test_the_numbers_are_those_that_fit_gives(run: Run) -> None:
     found = document(run, "fit", *MINE, "--budget", "700KiB", "--microbatches", "2", "--frontier", "3")
     model, batch, loss = mine(256)
-    plan = actmem.fit(model, batch, loss=loss, budget="700KiB", device="h100-80gb", microbatches=2)
+    plan = actmem.fit(model, batch, loss=loss, budget="700KiB", device="flat", microbatches=2)
     assert plan.predicted is not None
     for name in ("peak_bytes", "budget_bytes", "step_time_ratio", "bound", "gap", "replayed_flops", "peak_at"):
         assert found[name] == getattr(plan.predicted, name), name
     assert found["plan"] == json.loads(plan.to_json())
     profile = actmem.profile(model, batch, loss=loss, microbatches=2)
-    curve = actmem.frontier(profile, "h100-80gb", num_points=3)
+    curve = actmem.frontier(profile, "flat", num_points=3)
     assert [p["peak_bytes"] for p in found["frontier"]] == [p.peak_bytes for p in curve.points]
     assert [(p["name"], p["peak_bytes"]) for p in found["modes"]] == [(p.name, p.peak_bytes) for p in curve.modes]
 
@@ -69,7 +69,7 @@ def test_the_parts_add_up_to_the_peak(run: Run, options: tuple[str, ...]) -> Non
 def test_a_function_of_the_users_names_a_model_and_its_prints_stay_out_of_the_document(run: Run) -> None:
     found = document(run, "fit", *MINE, "--batch", "512", "--budget", "1100KiB", "--frontier", "0")
     model, batch, loss = mine(512)
-    plan = actmem.fit(model, batch, loss=loss, budget="1100KiB", device="h100-80gb")
+    plan = actmem.fit(model, batch, loss=loss, budget="1100KiB", device="flat")
     assert plan.predicted is not None
     assert found["peak_bytes"] == plan.predicted.peak_bytes
     assert found["model"]["source"] == "function"
@@ -82,11 +82,11 @@ def test_a_config_of_transformers_names_a_model(run: Run, tmp_path: Path) -> Non
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96}
     LlamaConfig(**sizes, **heads).save_pretrained(tmp_path)
-    words = ("--device", "h100-80gb", "--budget", "4MiB", "--dtype", "float32", "--frontier", "0")
+    words = ("--device", "flat", "--budget", "4MiB", "--dtype", "float32", "--frontier", "0")
     found = document(run, "fit", "config.json", *words)
     model: nn.Module = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads, use_cache=False))
     ids = torch.zeros(1, 96, dtype=torch.int64)
-    plan = actmem.fit(model.train(), {"input_ids": ids, "labels": ids}, budget="4MiB", device="h100-80gb")
+    plan = actmem.fit(model.train(), {"input_ids": ids, "labels": ids}, budget="4MiB", device="flat")
     assert plan.predicted is not None
     assert found["peak_bytes"] == plan.predicted.peak_bytes
     assert found["model"]["num_parameters"] == sum(p.numel() for p in model.parameters())
@@ -105,7 +105,7 @@ def test_more_positions_than_a_model_has_are_refused(run: Run, tmp_path: Path) -
 
 
 def test_a_batch_with_other_names_than_forward_takes_is_said_to_be_that(run: Run) -> None:
-    refused = run("fit", "mine:wrong_batch", "--device", "h100-80gb", "--budget", "1GiB")
+    refused = run("fit", "mine:wrong_batch", "--device", "flat", "--budget", "1GiB")
     assert refused.code == 3
     assert "forward, takes other arguments" in refused.err and "report this" not in refused.err
 
@@ -191,7 +191,7 @@ def test_names_with_brackets_are_shown_as_they_are(run: Run, tmp_path: Path) -> 
         "    return nn.Sequential(*[Odd() for _ in range(4)]), (torch.randn(64, 8),), torch.sum\n"
     )
     assert "parts.[/x]" in run("show", "odd:make", "--mode", "full").out
-    budget = ("--device", "h100-80gb", "--budget", "32KiB", "--frontier", "0", "--optimizer", "none")
+    budget = ("--device", "flat", "--budget", "32KiB", "--frontier", "0", "--optimizer", "none")
     assert document(run, "fit", "odd:make", *budget)["plan"]["rules"]
 
 
@@ -218,7 +218,7 @@ def test_largest_finds_the_size_that_the_library_finds(run: Run) -> None:
         model,
         lambda n: mine(n)[1],
         budget="700KiB",
-        device="h100-80gb",
+        device="flat",
         vary="batch",
         multiple=64,
         most=512,

@@ -51,7 +51,8 @@ def show(shown: DevicesShown, screen: Screen) -> None:
         )
     screen.out.print(made)
     screen.out.print(
-        "Memory as the driver reports it; rates as the vendors state them, in decimal units; bf16 without sparsity. `actmem devices NAME` shows the "
+        "Memory as the driver reports it; rates as the vendors state them, in decimal units; bf16 without sparsity. "
+        "`actmem devices NAME` shows the "
         "source of each. To add a device, point ACTMEM_DEVICES at a TOML file. `this` is this machine, measured.",
         markup=False,
     )

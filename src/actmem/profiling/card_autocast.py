@@ -1,8 +1,8 @@
 """Autocast as it is on a card, for steps that run on fake CPU tensors.
 
-torch has a list of operators for each kind of device: on a CPU, `exp` or `sum` run in bfloat16 under autocast, on a card
-they run in float32, and what they make takes twice the bytes. While `card_autocast` is active, autocast for the CPU also
-follows the card's list.
+torch has a list of operators for each kind of device: on a CPU, `exp` or `sum` run in bfloat16 under autocast, on a
+card they run in float32, and what they make takes twice the bytes. While `card_autocast` is active, autocast for the
+CPU also follows the card's list.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def card_autocast(dtype: torch.dtype = torch.bfloat16) -> Generator[None]:
     ...     (x @ x).dtype, (x @ x).exp().dtype
     (torch.bfloat16, torch.float32)
     """
-    library = torch.library.Library("aten", "IMPL", "AutocastCPU")  # noqa: TOR901  # it is destroyed below
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")  # it is destroyed below
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

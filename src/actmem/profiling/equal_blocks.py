@@ -5,7 +5,8 @@ On fake tensors, the second and later of several equal blocks, called with argum
 first did. So they are not run. Their outputs, and in the backward pass the gradients of their inputs, are made from
 nothing, and when the step is over the log of the first is put where theirs would be, with its storages renamed. What
 is alive is known exactly on both sides of the gap, so it is known in it. Which storage is which on both sides follows
-from what was allocated and freed: a gradient that was made from nothing is the one of the same size that the first left.
+from what was allocated and freed: a gradient that was made from nothing is the one of the same size that the first
+block left.
 
 In the fake copy of the model, equal blocks are the same module: the others need no copy.
 

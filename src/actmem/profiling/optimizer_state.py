@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,12 @@ __all__ = ["optimizer_bytes", "optimizer_on_card"]
 
 _NUM_ELEMENTS = 1024
 """Of a parameter that stands for all of its dtype: enough to tell tensors of its shape from counters."""
-_CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+_CLASSES: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "adamw_fused": functools.partial(torch.optim.AdamW, fused=True),
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
 
 
 def optimizer_bytes(
@@ -90,7 +96,7 @@ def _on_card(kind: Any, dtype: torch.dtype) -> tuple[list[int], list[tuple[int, 
     """Return the bytes per element of an optimizer's state, and of what its step allocates and frees."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = _parameter((_NUM_ELEMENTS,), dtype, mode)
-        optimizer = kind([fake], foreach=True)
+        optimizer = kind([fake], **_way(kind, together=True))
         optimizer.step()  # makes the state
         state = [t.itemsize for key, t in optimizer.state[fake].items() if isinstance(t, Tensor) and key != "step"]
         chronicle = Chronicle(torch.device("cpu"))
@@ -126,12 +132,17 @@ def _of(
 ) -> tuple[int, int, int]:
     """Return the bytes of an optimizer's parameter-shaped state, of its counters, and of its step."""
     parameters = [_parameter(shape, dtype, mode) for shape, dtype in shapes]
-    optimizer = kind(parameters, foreach=together)
+    optimizer = kind(parameters, **_way(kind, together=together))
     optimizer.step()  # makes the state
     state = [(n, t.nbytes) for s in optimizer.state.values() for n, t in s.items() if isinstance(t, Tensor)]
     counters = sum(size for name, size in state if name == "step")
     transient = measure(optimizer.step, optimizer=optimizer).step_bytes
     return sum(size for _, size in state) - counters, counters, transient
+
+
+def _way(kind: Any, *, together: bool) -> dict[str, bool]:
+    """Return how an optimizer is told to step. A fused one has no other way."""
+    return {} if isinstance(kind, functools.partial) else {"foreach": together}
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, mode: Any) -> nn.Parameter:

@@ -86,7 +86,7 @@ class _Changes:
     def passed(self, entry: Entry) -> None:
         if isinstance(entry, PhaseBegan):
             self._in_backward = entry.name == "backward"
-            if entry.name == "optimizer":
+            if entry.name == ("optimizer" if self._profile.is_step else "end"):
                 self._mark(_OPTIMIZER)
         elif isinstance(entry, (OpRan, CallRan)):
             self._multiplied(entry.cost)
@@ -122,6 +122,7 @@ def training_events(
     """Yield the allocations of several steps, from an empty allocator on; and whether the last step begins there."""
     begins = False
     state = [(n, size) for n, size, role in profile.stock if role == "optimizer_state" and size > _COUNTER_BYTES]
+    state += [(-1 - nth, size) for nth, size in enumerate(profile.optimizer_stock)]
     there = {number for number, _, role in profile.stock if role not in ("optimizer_state", "gradients")}
     for number, size, _ in profile.stock:
         if number in there:
@@ -136,15 +137,18 @@ def training_events(
         begins = step == num_steps - 1
         for change in changes:
             if isinstance(change, _Mark):
-                if change.name in done:
-                    continue
-                done.add(change.name)
-                if change.name != _OPTIMIZER:
-                    yield begins, Alloc(change.name, workspace_bytes)
-                    continue
-                for number, size in state:
-                    holder[number] = number
-                    yield begins, Alloc(number, size)
+                if change.name not in done:
+                    done.add(change.name)
+                    if change.name != _OPTIMIZER:
+                        yield begins, Alloc(change.name, workspace_bytes)
+                    else:
+                        holder |= {number: number for number, _ in state}
+                        for number, size in state:
+                            yield begins, Alloc(number, size)
+                if change.name == _OPTIMIZER:
+                    for number, size in profile.optimizer_memory:
+                        name = f"{step}: step {number}"
+                        yield begins, Alloc(name, size) if size else Free(name)
                 continue
             number, size = change
             if size:
@@ -156,29 +160,13 @@ def training_events(
                 yield begins, Free(born.pop(number))
             elif number in holder:
                 yield begins, Free(holder.pop(number))
-        for event in _end_of_step(profile, step, born, holder, done):
-            yield False, event
-        left |= born if profile.is_step else {}
-
-
-def _end_of_step(
-    profile: Profile, step: int, born: dict[int, str], holder: dict[int, int | str], done: set[str]
-) -> Iterator[Event]:
-    if not profile.is_step:
-        if profile.optimizer_memory and _OPTIMIZER not in done:
-            done.add(_OPTIMIZER)
-            for nth, size in enumerate(profile.optimizer_stock):
-                yield Alloc(f"state {nth}", size)
-        for number, size in profile.optimizer_memory:
-            yield Alloc(f"{step}: step {number}", size) if size else Free(f"{step}: step {number}")
-        if profile.microbatches == 1:
+        if profile.is_step:
+            after = {start: born.pop(end, None) or holder.get(end) for start, end in profile.carried}
+            holder |= {start: name for start, name in after.items() if name is not None}
+            left |= born
+        elif profile.microbatches == 1:
             for name in born.values():  # optimizer.zero_grad()
-                yield Free(name)
-        return
-    after = {start: born.pop(end, None) or holder.get(end) for start, end in profile.carried}
-    for start, name in after.items():
-        if name is not None:
-            holder[start] = name
+                yield False, Free(name)
 
 
 def card_memory(
@@ -212,9 +200,11 @@ def card_memory(
         last = len(events) if last_begins and not last else last
         events.append(event)
     memory = run_allocator(events, settings, with_curve=True)
-    return CardMemory(
-        allocated_bytes=max((allocated for allocated, _ in memory.curve[last:]), default=0),
-        reserved_bytes=memory.peak_reserved_bytes,
-        outside_bytes=device.outside_bytes,
-        whole=memory,
-    ), simulated
+    allocated = max((allocated for allocated, _ in memory.curve[last:]), default=0)
+    reserved = memory.peak_reserved_bytes
+    if profile.shard > 1:
+        # The allocations are those of the whole model. Of a rank, only the sum is known: what rounding and
+        # fragmentation add to it is taken from the whole.
+        whole = memory.peak_requested_bytes
+        allocated, reserved = (simulated.peak_bytes + each - whole for each in (allocated, reserved))
+    return CardMemory(allocated, max(allocated, reserved), device.outside_bytes, memory), simulated
