@@ -3,10 +3,6 @@
 On a card, a budget also covers cuBLAS's workspaces and what lies outside torch: more than the small models of tests.
 """
 
-import dataclasses
-
 import actmem
 
-FLAT = dataclasses.replace(
-    actmem.device("h100-80gb"), key="flat", driver_bytes=None, context_bytes=None, blas_workspace_bytes=None
-)
+FLAT = actmem.device("h100-80gb").tensors_only()

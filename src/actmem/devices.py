@@ -16,7 +16,7 @@ all devices or for one.
 import functools
 import os
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -108,6 +108,14 @@ class Device:
     def has_caching_allocator(self) -> bool:
         """Whether tensors are served by torch's caching allocator: a CUDA or ROCm device."""
         return self.blas_workspace_bytes is not None
+
+    def tensors_only(self) -> "Device":
+        """Return a device of the same speed where a budget is a bound on the bytes of tensors alone, as on a CPU.
+
+        >>> device("h100-80gb").tensors_only().has_caching_allocator
+        False
+        """
+        return replace(self, driver_bytes=None, context_bytes=None, blas_workspace_bytes=None)
 
     @property
     def outside_bytes(self) -> int:

@@ -97,7 +97,7 @@ def test_more_positions_than_a_model_has_are_refused(run: Run, tmp_path: Path) -
     from transformers import GPT2Config
 
     GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=48, eos_token_id=0).save_pretrained(tmp_path)
-    words = ("config.json", "--device", "h100-80gb", "--budget", "72GiB")
+    words = ("config.json", "--device", "h100-80gb", "--optimizer", "adamw_fused", "--budget", "72GiB")
     assert run("fit", *words, "--sequence", "48", "--frontier", "0").code == 0
     for refused in (run("fit", *words, "--sequence", "49"), run("largest", *words, "--vary", "sequence")):
         assert refused.code == 2
@@ -258,7 +258,18 @@ def test_a_reader_gets_tables(run: Run) -> None:
 
 @pytest.mark.slow
 def test_llama_8b_is_planned_for_one_h100(run: Run) -> None:
-    words = ("fit", "llama-3.1-8b", "--sequence", "8192", "--device", "h100-80gb", "--budget", "72GiB")
+    words = (
+        "fit",
+        "llama-3.1-8b",
+        "--sequence",
+        "8192",
+        "--device",
+        "h100-80gb",
+        "--optimizer",
+        "adamw_fused",
+        "--budget",
+        "72GiB",
+    )
     found = document(run, *words)
     assert found["peak_bytes"] <= 0.95 * 72 * 2**30
     assert found["gap"] < 1e-3
