@@ -1,9 +1,10 @@
 """What a reader with an accelerator can find out for us: `make gpu`. It has not run on hardware yet.
 
-Four questions, one table each. *Bitwise*: is a step under each mode bitwise equal to the plain one? *Peaks*: what does
-the device's own allocator see under torch's forms and actmem's, and does a budget hold? *Overhead*: how long is a step?
-*Streams*: what does offloading to host memory cost relative to the time that the link needs, and are the numbers right
-in every one of many steps? The figures are written to one JSON file, to be sent back.
+Five questions, one table each. *Bitwise*: is a step under each mode bitwise equal to the plain one? *Peaks*: what does
+the device's own allocator see under torch's forms and actmem's, and does a budget hold? *Recording*: does the simulated
+allocator make the decisions of the real one in a step, and is the predicted peak the recorded one? *Overhead*: how long
+is a step? *Streams*: what does offloading to host memory cost relative to the time that the link needs, and are the
+numbers right in every one of many steps? The figures are written to one JSON file, to be sent back with the recording.
 
 Kernels that differ from run to run would hide everything else, so torch is asked for deterministic ones, and two plain
 steps are compared first.
@@ -26,6 +27,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import actmem
+from actmem.allocator import read_snapshot, reenact
 from actmem.catalogue import build, example, tiny
 from actmem.cli.demo import LlamaLike, Size
 from benchmarks.models import FORMS, train_step
@@ -168,6 +170,33 @@ def _peak(model: nn.Module, batch: Any, device: torch.device) -> tuple[int, int]
     return torch.accelerator.max_memory_allocated(), counted
 
 
+def record_step(outcome: Outcome, size: Size, device: torch.device, dtype: torch.dtype, folder: Path) -> None:
+    """Record a step under full recomputation, and compare the recording with its prediction and its simulation."""
+    if device.type != "cuda":
+        return  # only CUDA's allocator keeps a record
+    model, batch = llama(size, device, dtype), batch_of(size, device)
+    path = folder / "gpu_step.pickle.xz"
+    profile = actmem.profile(model, batch, optimizer=None)
+    predicted = actmem.predict(profile, actmem.Full())
+    with actmem.apply(model, actmem.Full()) as applied:
+        for _ in range(2):
+            train_step(model, batch)
+        model.zero_grad()
+        with actmem.record(path, plan=applied.plan, prediction=predicted):
+            train_step(model, batch)
+    snapshot = read_snapshot(path)
+    found = reenact(snapshot, device.index or 0)
+    outcome.exact["recording"] = {
+        "predicted_bytes": predicted.peak_bytes,
+        "allocated_bytes": found.peak_allocated_bytes,
+        "reserved_bytes": found.peak_reserved_bytes,
+        "allocations": found.allocations,
+        "at_recorded_address": found.at_recorded_address,
+    }
+    wrong = found.allocations - found.at_recorded_address
+    outcome.bounds.append(Bound("allocations that the simulation puts elsewhere", wrong, 0))
+
+
 # ---------------------------------------------------------------- time
 
 
@@ -254,8 +283,9 @@ def run(
     dtype: torch.dtype = torch.bfloat16,
     repetitions: int = 20,
     steps: int = 200,
+    folder: Path = RESULTS,
 ) -> Outcome:
-    """Answer all four questions on a device."""
+    """Answer all questions on a device; a recording of one step goes into the folder."""
     outcome = Outcome("gpu", {**vars(size), "device": _name(device), "dtype": str(dtype)})
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
@@ -266,6 +296,7 @@ def run(
     finally:
         torch.use_deterministic_algorithms(before)
     see_peaks(outcome, size, device, dtype)
+    record_step(outcome, size, device, dtype, folder)
     see_times(outcome, size, device, dtype, repetitions)
     return outcome
 
@@ -292,9 +323,11 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(given.device) if given.device else found
     assert device is not None
     small: dict[str, Any] = {"size": SMALL, "dtype": torch.float32, "repetitions": 3, "steps": 4} if given.small else {}
-    outcome = run(device, **small)
+    outcome = run(device, folder=given.out, **small)
     outcome.print(Console(width=None if sys.stdout.isatty() else 200))
-    print(f"written: {outcome.write(given.out)}\nPlease send that file, and the tables above, with an issue.")
+    print(
+        f"written: {outcome.write(given.out)}\nPlease send it with an issue, with gpu_step.pickle.xz from the same folder."
+    )
     return 0 if all(b.kept for b in outcome.bounds) else 1
 
 

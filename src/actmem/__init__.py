@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         PlanError,
         ReplayError,
         SelfCheckError,
+        SnapshotError,
         StructureError,
         UnsupportedError,
         VersionError,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from actmem.reporting import Report, Trace
     from actmem.settings import Offload
     from actmem.simulation import Prediction, predict
+    from actmem.step_recorder import record
     from actmem.verification import Verification, verify
 
 
@@ -91,6 +93,7 @@ __all__ = [
     "SaveEverything",
     "Selective",
     "SelfCheckError",
+    "SnapshotError",
     "StructureError",
     "Targets",
     "Trace",
@@ -110,6 +113,7 @@ __all__ = [
     "offload",
     "predict",
     "profile",
+    "record",
     "replayable",
     "verify",
 ]
@@ -124,7 +128,7 @@ __getattr__, __dir__ = on_first_use(
         "actmem.engine": "replayable",
         "actmem.errors": (
             "ActmemError ApplyError BudgetError DeviceError FreedStorageError ModeError OffloadError "
-            "PlanError ReplayError SelfCheckError StructureError UnsupportedError VersionError"
+            "PlanError ReplayError SelfCheckError SnapshotError StructureError UnsupportedError VersionError"
         ),
         "actmem.measuring": "Measurement measure",
         "actmem.modes": "Budget FromPlan Full OffloadActivations Rules SaveEverything Selective Targets every_second",
@@ -135,6 +139,7 @@ __getattr__, __dir__ = on_first_use(
         "actmem.reporting": "Report Trace",
         "actmem.settings": "Offload",
         "actmem.simulation": "Prediction predict",
+        "actmem.step_recorder": "record",
         "actmem.verification": "Verification verify",
     },
     rooms="allocator",

@@ -4,7 +4,8 @@ The errors, and the builtin that each can also be caught as::
 
     ActmemError (Exception)
     ├── ModeError (ValueError)          what was asked is not permitted
-    │   └── PlanError                   a plan file that cannot be read, is newer, or belongs to another model
+    │   ├── PlanError                   a plan file that cannot be read, is newer, or belongs to another model
+    │   └── SnapshotError               a memory snapshot that cannot be read, or is none
     ├── DeviceError (ValueError)        a device is not known, or a figure of it is missing or wrong
     ├── StructureError (ValueError)     the blocks of a model were not found, or are ambiguous
     ├── ApplyError (RuntimeError)       a mode cannot be applied to this model in its present state
@@ -30,6 +31,10 @@ class ModeError(ActmemError, ValueError):
 
 class PlanError(ModeError):
     """A plan cannot be read, has a newer version, or belongs to another model."""
+
+
+class SnapshotError(ModeError):
+    """A memory snapshot of torch cannot be read, is none, or names something to be imported."""
 
 
 class DeviceError(ActmemError, ValueError):

@@ -76,8 +76,10 @@ __all__ = [
     "restore_numerics",
     "selective_contexts",
     "sizes",
+    "start_memory_history",
     "storage_key",
     "suggested_format",
+    "taken_memory_history",
     "with_attention_backends",
     "without_autocast",
     "without_dispatch_modes",
@@ -479,3 +481,20 @@ def _shows(tensor: torch.Tensor | None, parameter: torch.nn.Parameter) -> bool:
         and (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
         == (parameter.shape, parameter.stride(), parameter.storage_offset(), parameter.dtype)
     )
+
+
+_memory: Any = torch.cuda.memory
+
+
+def start_memory_history() -> None:
+    """Let CUDA's allocator record every allocation, with its stack, from now on. Not run on a card yet."""
+    _memory._record_memory_history(clear_history=True)
+
+
+def taken_memory_history() -> dict[str, Any]:
+    """Return what CUDA's allocator has recorded, and stop the recording. Not run on a card yet."""
+    torch.cuda.synchronize()
+    try:
+        return _memory._snapshot()
+    finally:
+        _memory._record_memory_history(enabled=None)

@@ -61,6 +61,10 @@ WRONG = {
     "a size beside its search": ("largest", "mine:make", *H100, "--vary", "batch", "--batch", "8"),
     "nothing for the doctor": ("doctor",),
     "no file to explain": ("explain", "nowhere.txt"),
+    "no snapshot of that name": ("snapshot", "nowhere.pickle"),
+    "a snapshot that is none": ("snapshot", "mine.py"),
+    "a page of another form": ("snapshot", "mine.py", "--report", "page.pdf"),
+    "a recording of another form": ("record", "mine:make", "--out", "step.json"),
     "no schema of that name": ("schema", "fitt"),
 }
 SEVERAL = {

@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from actmem.cli.runner import DOCUMENTED, document_of
 from actmem.cli.schema import schema_of
 from actmem.devices import known_devices
+from tests.allocator.recorder import Recorder
 from tests.cli.conftest import Run
 from tests.cli.schemas import PUBLISHED
 
@@ -26,6 +28,7 @@ DOCUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "doctor": (0, ("doctor", "--model", TINY)),
     "explain": (0, ("explain", "log.txt")),
+    "snapshot": (0, ("snapshot", "recorded.pickle")),
     "devices": (0, ("devices",)),
     "error": (2, ("fit", "llama-9", "--device", "flat", "--budget", "2MiB")),
 }
@@ -40,6 +43,7 @@ def checked(command: str, text: str) -> Any:
 @pytest.mark.parametrize("command", DOCUMENTS)
 def test_what_is_printed_has_the_published_form(run: Run, tmp_path: Path, command: str) -> None:
     (tmp_path / "log.txt").write_text("ValueError: Unexpected keyword arguments: max_seqlen")
+    (tmp_path / "recorded.pickle").write_bytes(pickle.dumps(Recorder.example().snapshot()))
     code, words = DOCUMENTS[command]
     asked = run(*words, "--json")
     assert asked.code == code, asked.err

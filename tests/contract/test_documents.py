@@ -16,7 +16,8 @@ OPTIONAL = ("actmem.compat", "actmem.integrations", "actmem.__main__")
 
 
 def names_of(kind: Any) -> frozenset[str]:
-    return frozenset(field.name for field in dataclasses.fields(kind)) - {"command"}
+    """Return the fields of a dataclass, each with its type: two kinds of devices may both be called so."""
+    return frozenset(f"{field.name}: {field.type}" for field in dataclasses.fields(kind) if field.name != "command")
 
 
 def declared() -> set[type]:

@@ -35,6 +35,7 @@ PROMISED = {
     "SaveEverything",
     "Selective",
     "SelfCheckError",
+    "SnapshotError",
     "StructureError",
     "Targets",
     "Trace",
@@ -54,6 +55,7 @@ PROMISED = {
     "offload",
     "predict",
     "profile",
+    "record",
     "replayable",
     "verify",
 }

@@ -4,22 +4,37 @@
 - `caching_allocator.py` decides as torch's allocator does; `free_blocks.py` has its blocks and pools,
   `address_ranges.py` the ranges of expandable segments, and `driver.py` the device that hands out memory.
 - `simulated_memory.py` runs a program's events through it, and says what they take.
+- `snapshot_file.py` reads what torch recorded on a real device, which `opcode_scan.py` has looked through first;
+  `start_state.py` finds the state in which the recording began, and `reenactment.py` repeats all its decisions.
+- `attachment.py` is what actmem adds to a recording.
 """
 
 from actmem.allocator.alloc_conf import AllocatorSettings
 from actmem.allocator.allocation_events import Alloc, EmptyCache, Event, Free, FreeCompleted, FreeRequested
+from actmem.allocator.attachment import Attachment, write_recording
+from actmem.allocator.reenactment import DeviceRecording, LiveTensor, reenact
 from actmem.allocator.simulated_memory import MemoryAtPeak, OutOfMemory, SimulatedMemory, simulate
+from actmem.allocator.snapshot_file import Frame, Snapshot, read_snapshot, snapshot_from
 
 __all__ = [
     "Alloc",
     "AllocatorSettings",
+    "Attachment",
+    "DeviceRecording",
     "EmptyCache",
     "Event",
+    "Frame",
     "Free",
     "FreeCompleted",
     "FreeRequested",
+    "LiveTensor",
     "MemoryAtPeak",
     "OutOfMemory",
     "SimulatedMemory",
+    "Snapshot",
+    "read_snapshot",
+    "reenact",
     "simulate",
+    "snapshot_from",
+    "write_recording",
 ]

@@ -101,14 +101,14 @@ class AllocatorSettings:
             ModeError: if a key is unknown or not simulated, or a value is not one that torch accepts.
         """
         fields: dict[str, object] = {}
-        compact = re.sub(r"\s", "", text)
+        compact = re.sub(r"\s", "", text).removesuffix(",")
         for item in re.split(r",(?![^\[]*\])", compact) if compact else []:
             key, colon, value = item.partition(":")
             if key in _REFUSED:
                 raise ModeError(f"{key} in {text!r} is not simulated: {_REFUSED[key]}.")
             if key not in _READERS and key not in _IGNORED:
                 raise ModeError(
-                    f"{key!r} in {text!r} is no setting of the CUDA allocator that is known here."
+                    f"{key!r} in {text!r} is not a known setting of the CUDA allocator."
                     f"{did_you_mean(key, (*_READERS, *_IGNORED))} Simulated: {', '.join(_READERS)}. "
                     f"Without effect on device memory: {', '.join(_IGNORED)}."
                 )

@@ -1,22 +1,21 @@
 """Decide as torch's CUDA caching allocator does: which block serves a request, and what the driver is asked for.
 
-# NOTE [ The caching allocator ]
-#
-# Two pools, for requests up to 1 MiB and above, each with its free blocks in order of (stream, size, tie, address).
-#
-# - A request is rounded up to 512 bytes, and gets the first free block of its stream that is large enough.
-# - If there is none, the driver is asked for a segment: 2 MiB for a small request, 20 MiB for one below 10 MiB, and
-#   otherwise the request rounded up to 2 MiB.
-# - The rest of the block is split off, if it is at least 512 bytes in the small pool, or more than 1 MiB in the large
-#   one. What is not split off is the block's *tail*: torch counts it as allocated.
-# - A freed block merges with its free neighbours in the segment.
-# - If the driver has no memory, every segment without a used block goes back to it, and it is asked once more.
-#
-# With expandable segments a (stream, pool) has one range of addresses, which is mapped in units of 2 or 20 MiB as it
-# grows; see `address_ranges.py`.
-#
-# The rules were checked against public recordings of CUDA memory, in which every decision is found again: see
-# docs/allocator.md.
+NOTE [ The caching allocator ]
+Two pools, for requests up to 1 MiB and above, each with its free blocks in order of (stream, size, tie, address).
+
+- A request is rounded up to 512 bytes, and gets the first free block of its stream that is large enough.
+- If there is none, the driver is asked for a segment: 2 MiB for a small request, 20 MiB for one below 10 MiB, and
+  otherwise the request rounded up to 2 MiB.
+- The rest of the block is split off, if it is at least 512 bytes in the small pool, or more than 1 MiB in the large
+  one. What is not split off is the block's *tail*: torch counts it as allocated.
+- A freed block merges with its free neighbours in the segment.
+- If the driver has no memory, every segment without a used block goes back to it, and it is asked once more.
+
+With expandable segments a (stream, pool) has one range of addresses, which is mapped in units of 2 or 20 MiB as it
+grows; see `address_ranges.py`.
+
+The rules were checked against public recordings of CUDA memory, in which every decision is found again: see
+docs/allocator.md.
 """
 
 from bisect import bisect_left
@@ -54,6 +53,7 @@ class CachingAllocator:
         by_age = settings.tie == "age"
         self.small = Pool(is_small=True, by_age=by_age)
         self.large = Pool(is_small=False, by_age=by_age)
+        self._private: dict[tuple[int, int], tuple[Pool, Pool]] = {}
         self.allocated_bytes = 0
         self.requested_bytes = 0
         self.rounded_bytes = 0
@@ -68,10 +68,14 @@ class CachingAllocator:
 
     # ---------------------------------------------------------------- requests
 
-    def allocate(self, requested: int, stream: int) -> Block | None:
+    def allocate(self, requested: int, stream: int, pools: tuple[int, int] = (0, 0)) -> Block | None:
         """Return the block that serves a request, or None if the device is out of memory."""
         size = self.rounded(requested)
-        pool = self.small if size <= SMALL_BYTES else self.large
+        is_small = size <= SMALL_BYTES
+        if pools == (0, 0):
+            pool = self.small if is_small else self.large
+        else:
+            pool = self.pool_of(pools, is_small=is_small)
         block = self.find(pool, size, stream) or self._new_block(pool, size, stream)
         if block is None:
             return None
@@ -91,6 +95,21 @@ class CachingAllocator:
         self.rounded_bytes += size
         self.requested_bytes += requested
         return block
+
+    def pool_of(self, pools: tuple[int, int], *, is_small: bool) -> Pool:
+        """Return a pool: (0, 0) are those of all programs, others those of CUDA graphs and `torch.cuda.MemPool`."""
+        if pools == (0, 0):
+            return self.small if is_small else self.large
+        if pools not in self._private:
+            by_age = self.settings.tie == "age"
+            self._private[pools] = (Pool(is_small=True, by_age=by_age), Pool(is_small=False, by_age=by_age))
+        return self._private[pools][0 if is_small else 1]
+
+    def count_used(self, block: Block) -> None:
+        """Count a block that was in use before the simulation began."""
+        self.allocated_bytes += block.size
+        self.rounded_bytes += self.rounded(block.requested)
+        self.requested_bytes += block.requested
 
     def free(self, block: Block) -> None:
         """Take a block back, and merge it with its free neighbours."""

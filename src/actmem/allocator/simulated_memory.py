@@ -35,6 +35,21 @@ class MemoryAtPeak:
         return self.requested_bytes + self.rounding_bytes + self.tail_bytes
 
     @property
+    def parts(self) -> tuple[tuple[str, int, str], ...]:
+        """Return name, bytes and meaning of each part, in the order in which they add up."""
+        return (
+            ("requested", self.requested_bytes, "what the program asked for"),
+            ("rounding", self.rounding_bytes, "every request is rounded up, mostly to 512 bytes"),
+            ("tails", self.tail_bytes, "ends of used blocks, up to 1 MiB each, too small to be split off"),
+            (
+                "free pieces",
+                self.split_bytes,
+                "gaps in segments that are in use: only a request that fits into one can have it",
+            ),
+            ("free segments", self.idle_bytes, "go back to the driver with empty_cache(), or when it has no more"),
+        )
+
+    @property
     def unusable_bytes(self) -> int:
         """Return what is reserved, and neither requested nor ready to be given back."""
         return self.rounding_bytes + self.tail_bytes + self.split_bytes

@@ -203,6 +203,32 @@ class Explain(Common):
 
 
 @dataclass(frozen=True)
+class Snapshot(Common):
+    """Show what a memory snapshot of torch holds: peaks, unusable memory, the largest tensors. Nothing in it is run."""
+
+    file: Annotated[Positional[str], arg(metavar="FILE", help_behavior_hint="")]
+    """File that torch.cuda.memory._dump_snapshot or `actmem record` wrote: .pickle or .pickle.xz."""
+    _: KW_ONLY
+    plan: _File = None
+    """Plan file to compare the recording with. Default: the plan in the file, if `actmem record` wrote it."""
+    report: _File = None
+    """Write an interactive page to this .html file; it needs no network."""
+    largest: int = 10
+    """Number of tensors at the peak to list."""
+
+
+@dataclass(frozen=True)
+class Record(_UnderMode):
+    """Train a few steps on a CUDA device and record one, with plan and prediction, in a file to look into or send."""
+
+    _: KW_ONLY
+    out: Annotated[Path, arg(metavar="FILE", help_behavior_hint="")] = Path("step.pickle.xz")
+    """File to write. Default: step.pickle.xz."""
+    optimizer: Optimizer = "adamw"
+    """Optimizer to train with."""
+
+
+@dataclass(frozen=True)
 class Devices(Common):
     """List the known devices and the sources of their figures."""
 
@@ -223,7 +249,7 @@ class Schema(Common):
     """A command, or `error` for the output of a command that fails."""
 
 
-Command = Fit | Show | Measure | Verify | Largest | Doctor | Explain | Devices | Demo | Schema
+Command = Fit | Show | Measure | Verify | Largest | Doctor | Explain | Snapshot | Record | Devices | Demo | Schema
 
 COMMANDS: dict[str, type[Command]] = {
     "fit": Fit,
@@ -233,6 +259,8 @@ COMMANDS: dict[str, type[Command]] = {
     "largest": Largest,
     "doctor": Doctor,
     "explain": Explain,
+    "snapshot": Snapshot,
+    "record": Record,
     "devices": Devices,
     "demo": Demo,
     "schema": Schema,

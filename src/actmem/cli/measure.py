@@ -27,7 +27,7 @@ from actmem.profiling import loss_of
 from actmem.simulation import follow, plan_of
 from actmem.units import size
 
-__all__ = ["MeasureShown", "VerifyShown", "run", "run_verify", "show", "show_verify"]
+__all__ = ["MeasureShown", "VerifyShown", "profiled", "run", "run_verify", "show", "show_verify", "training_step"]
 
 _NUM_TIMED = 3
 
@@ -88,7 +88,7 @@ class VerifyShown(Document):
     num_replayed: int
 
 
-def _profiled(loaded: Loaded, blocks: str | None, optimizer: str | None) -> Profile:
+def profiled(loaded: Loaded, blocks: str | None, optimizer: str | None) -> Profile:
     """Profile on fake tensors, or with a real step if the control flow needs values: the model runs here anyway."""
     options: dict[str, Any] = {"loss": loaded.loss, "blocks": blocks, "optimizer": optimizer}
     try:
@@ -116,7 +116,7 @@ def run(asked: Measure, screen: Screen) -> tuple[MeasureShown, int]:
     with screen.progress("building the model"):
         loaded = load(asked, place=place)
         optimizer = None if asked.optimizer == "none" else asked.optimizer
-        profile = _profiled(loaded, asked.blocks, optimizer)
+        profile = profiled(loaded, asked.blocks, optimizer)
     with screen.progress("training plain"):
         plain = _measured(loaded, asked, None, profile)
     managed = None
@@ -138,17 +138,8 @@ def _named(mode: Mode | Plan | None) -> str | None:
 
 
 def _measured(loaded: Loaded, asked: Measure, mode: Mode | Plan | None, profile: Profile) -> StepShown:
-    model, batch = loaded.model, loaded.batch
-    optimizer = _optimizer(asked.optimizer, list(model.parameters()))
-
-    def step() -> None:
-        out: Any = model(**batch) if isinstance(batch, dict) else model(*batch)
-        value = loss_of(out, loaded.loss)
-        value.backward()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
-        if optimizer is not None:
-            optimizer.step()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
-        model.zero_grad()
-
+    model = loaded.model
+    step, optimizer = training_step(loaded, asked.optimizer)
     with contextlib.ExitStack() as stack:
         if mode is not None:
             stack.enter_context(actmem.apply(model, mode, blocks=asked.blocks))
@@ -165,6 +156,22 @@ def _measured(loaded: Loaded, asked: Measure, mode: Mode | Plan | None, profile:
         num_replayed=found.num_replayed_ops,
         seconds=seconds,
     )
+
+
+def training_step(loaded: Loaded, optimizer_name: str) -> tuple[Callable[[], None], torch.optim.Optimizer | None]:
+    """Return a function that trains one step, and the optimizer that it uses."""
+    model, batch = loaded.model, loaded.batch
+    optimizer = _optimizer(optimizer_name, list(model.parameters()))
+
+    def step() -> None:
+        out: Any = model(**batch) if isinstance(batch, dict) else model(*batch)
+        value = loss_of(out, loaded.loss)
+        value.backward()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
+        if optimizer is not None:
+            optimizer.step()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
+        model.zero_grad()
+
+    return step, optimizer
 
 
 def _optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
@@ -223,7 +230,7 @@ def run_verify(asked: Verify, screen: Screen) -> tuple[VerifyShown, int]:
     assert mode is not None
     with screen.progress("building the model"):
         loaded = load(asked, place=place)
-        profile = _profiled(loaded, asked.blocks, "adamw")
+        profile = profiled(loaded, asked.blocks, "adamw")
     saved_bytes, num_replayed = 0, 0
     irreproducible: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -46,6 +46,8 @@ _RUNNERS: dict[str, tuple[str, str, str]] = {
     "largest": ("largest", "run", "show"),
     "doctor": ("doctor", "run", "show"),
     "explain": ("explain", "run", "show"),
+    "snapshot": ("snapshot", "run", "show"),
+    "record": ("record", "run", "show"),
     "devices": ("device_table", "run", "show"),
     "demo": ("demo", "run", ""),
 }

@@ -5,6 +5,7 @@ What lives here: plain data, and text or pages made of it. What must not: anythi
 - `summary.py` and `report_text.py` are the report of a run; `compiled.py` and `trace.py` its details.
 - `page_data.py` is what a page shows; `page_builder.py` fills it, with `block_view.py` and `page_frontier.py`;
   `page_writer.py` writes it.
+- `memory_page.py` is the page of a recording of CUDA memory.
 - `chrome_trace.py` writes a memory timeline for trace viewers.
 """
 
@@ -15,6 +16,7 @@ from actmem.doors import on_first_use
 if TYPE_CHECKING:
     from actmem.reporting.chrome_trace import timeline, write_timeline
     from actmem.reporting.compiled import CompiledGraph, compiled_graphs
+    from actmem.reporting.memory_page import write_memory_page
     from actmem.reporting.page_builder import build
     from actmem.reporting.page_data import PageData
     from actmem.reporting.page_writer import check_installed, write_page
@@ -38,6 +40,7 @@ __all__ = [
     "render",
     "summarise",
     "timeline",
+    "write_memory_page",
     "write_page",
     "write_timeline",
 ]
@@ -47,6 +50,7 @@ __getattr__, __dir__ = on_first_use(
     {
         "actmem.reporting.chrome_trace": "timeline write_timeline",
         "actmem.reporting.compiled": "CompiledGraph compiled_graphs",
+        "actmem.reporting.memory_page": "write_memory_page",
         "actmem.reporting.page_builder": "build",
         "actmem.reporting.page_data": "PageData",
         "actmem.reporting.page_writer": "check_installed write_page",

@@ -6,14 +6,17 @@ import base64
 import gzip
 import importlib
 import os
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from actmem.errors import ActmemError, ModeError
 from actmem.reporting.page_data import PageData
 
-__all__ = ["check_installed", "render", "write_page"]
+__all__ = ["check_installed", "render", "rendered", "write_page", "write_text"]
 
 _NEEDED = ("jinja2", "plotly.offline")
 _SCRIPTS = ("formats.js", "charts.js", "blocks.js", "page.js")
@@ -38,7 +41,15 @@ def write_page(data: PageData, path: str | os.PathLike[str]) -> None:
         ActmemError: if plotly or jinja2 is not installed.
         ModeError: if the file cannot be written.
     """
-    text = render(data)
+    write_text(path, render(data))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a page's text.
+
+    Raises:
+        ModeError: if the file cannot be written.
+    """
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -53,6 +64,15 @@ def render(data: PageData) -> str:
     Raises:
         ActmemError: if plotly or jinja2 is not installed.
     """
+    return rendered("page.html.jinja", data, _SCRIPTS)
+
+
+def rendered(template: str, data: BaseModel, scripts: Sequence[str]) -> str:
+    """Return the HTML of a template with its data, the style sheet, the library for charts, and the named scripts.
+
+    Raises:
+        ActmemError: if plotly or jinja2 is not installed.
+    """
     jinja2, offline = (_import(name) for name in _NEEDED)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     assets = resources.files("actmem.reporting") / "assets"
@@ -60,12 +80,12 @@ def render(data: PageData) -> str:
     def read(name: str) -> str:
         return (assets / name).read_text(encoding="utf-8")
 
-    return environment.from_string(read("page.html.jinja")).render(
+    return environment.from_string(read(template)).render(
         data=data,
         embedded=_packed(data.model_dump_json()),
         style=read("page.css"),
         plotly=_packed(offline.get_plotlyjs()),
-        scripts="\n".join(read(name) for name in _SCRIPTS),
+        scripts="\n".join(read(name) for name in scripts),
     )
 
 
