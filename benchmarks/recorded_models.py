@@ -112,7 +112,7 @@ class SwiGLU(nn.Module):
 
 
 def silu(x: Tensor) -> Tensor:
-    """The activation function, by hand."""
+    """Activate, by hand."""
     return x * torch.sigmoid(x)
 
 
@@ -144,6 +144,7 @@ class Decoder(nn.Module):
         self.lm_head = Linear(width, vocab)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits."""
         x = self.token_embeddings[tokens]
         for layer in self.layers:
             x = layer(x)
@@ -171,6 +172,7 @@ class OwnAdamW(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01})
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter."""
         for group in self.param_groups:
             lr, (beta1, beta2), eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
             for p in group["params"]:

@@ -1,7 +1,7 @@
 """Recorded training steps, predicted end to end from fake tensors: a section of `benchmarks/validation.py`.
 
-Taken are the recordings of whole training steps (forward, backward, optimizer) whose model, step and optimizer are fully
-known, that start from an empty allocator or run long enough to be steady, and whose process did nothing else before.
+Taken are the recordings of whole training steps (forward, backward, optimizer) whose model, step and optimizer are
+fully known, that start from an empty allocator or run long enough to be steady, and whose process did nothing else.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import actmem
 from actmem.devices import device
@@ -32,7 +31,7 @@ LEAST_EXACT = 6
 
 
 def _torch_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+    return nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
 def _foreach_adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -224,7 +224,7 @@ def test_largest_finds_the_size_that_the_library_finds(run: Run) -> None:
         most=512,
         loss=loss,
     )
-    assert (found["size"], found["refused"]) == (best.size, best.refused) == (256, 320)
+    assert (found["size"], found["refused"]) == (best.size, best.refused) == (320, 384)
     assert found["model"]["shapes"] == ["0 float32 [256, 64]"]
     assert found["plan"] == json.loads(best.plan.to_json())
 
@@ -235,12 +235,12 @@ def test_largest_prints_the_command_that_writes_its_plan_with_every_option_that_
     monkeypatch.setenv("COLUMNS", "80")
     options = ("--budget", "700KiB", "--shard", "2", "--optimizer-dtype", "float32", "--microbatches", "2")
     search = ("--vary", "batch", "--multiple", "64", "--most", "512")
-    found = document(run, "largest", "mine:make", "--device", "H100 80GB", *options, *search)
-    printed = run("largest", "mine:make", "--device", "H100 80GB", *options, *search).out
+    found = document(run, "largest", "mine:make", "--device", "FLAT", *options, *search)
+    printed = run("largest", "mine:make", "--device", "FLAT", *options, *search).out
     line = found["fit_command"]
     assert line in printed.splitlines()[-1] and "..." not in line
     words = shlex.split(line)
-    assert words[:2] == ["actmem", "fit"] and set(options) < set(words) and "H100 80GB" in words
+    assert words[:2] == ["actmem", "fit"] and set(options) < set(words) and "FLAT" in words
     again = document(run, *words[1:], "--frontier", "0")
     assert again["peak_bytes"] == found["peak_bytes"]
     assert again["plan"] == found["plan"]
@@ -271,7 +271,7 @@ def test_llama_8b_is_planned_for_one_h100(run: Run) -> None:
         "72GiB",
     )
     found = document(run, *words)
-    assert found["peak_bytes"] <= 0.95 * 72 * 2**30
+    assert found["peak_bytes"] <= found["reserved_bytes"] <= 72 * 2**30 - found["outside_bytes"]
     assert found["gap"] < 1e-3
     assert sum(part["num_bytes"] for part in found["parts"]) == found["peak_bytes"]
     assert len(found["frontier"]) == 6

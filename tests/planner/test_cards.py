@@ -105,7 +105,7 @@ def test_a_budget_on_a_card_covers_what_torch_reserves_and_what_lies_outside_tor
     assert (whole.headroom, less.headroom) == (0.0, 0.0)
     with pytest.raises(BudgetError, match=r"leaves nothing for tensors on NVIDIA H100 SXM 80 GB: 1.20 GiB lie outside"):
         actmem.fit(model, batch, loss=torch.sum, budget="1GiB", device=H100)
-    with pytest.raises(BudgetError, match="lie outside torch, and the rest is for cuBLAS's workspaces"):
+    with pytest.raises(BudgetError, match="lie outside torch, the rest is for cuBLAS's workspaces"):
         actmem.fit(model, batch, loss=torch.sum, budget="1330MiB", device=H100)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -229,10 +230,11 @@ def fit_card(
             plan = fit_profile(profiles, target_bytes, known, headroom=headroom, **options)
         except BudgetError as error:
             more = budget_bytes - target_bytes
+            text = re.sub(r"budget=(\d+) \(.*?\)", lambda found: _allowed(int(found[1]) + more), str(error))
             raise BudgetError(
-                f"{error}\nOn {known.name} that is a budget of {size(budget_bytes)} less {size(more)}: "
-                f"{size(known.outside_bytes)} lie outside torch, and the rest is for cuBLAS's workspaces and for what "
-                "the caching allocator adds to the bytes of tensors. Add as much to the budget that is named above."
+                f"{text}\nOf the budget of {size(budget_bytes)} on {known.name}, {size(more)} are not for tensors: "
+                f"{size(known.outside_bytes)} lie outside torch, the rest is for cuBLAS's workspaces and for what the "
+                "caching allocator adds."
             ) from None
         memories = [card_memory(p, plan, known)[0] for p in profiles]
         most = max(memories, key=lambda memory: memory.reserved_bytes)
@@ -248,6 +250,10 @@ def fit_card(
         assumptions=tuple(dict.fromkeys(text for p in profiles for text in unknowns(p))),
     )
     return replace(plan, mode=f"fit(budget={budget_bytes})", predicted=predicted)
+
+
+def _allowed(num_bytes: int) -> str:
+    return f"budget={num_bytes} ({size(num_bytes)})"
 
 
 @uncollected()
@@ -586,5 +592,5 @@ def refusal(
     helps = lowering(p, keeps, simulated, exact=exact, offloaded=offloaded, accelerator=accelerator)
     lines += [f"What would help: {text}" for text in helps]
     enough = math.ceil(peak / (1 - headroom) / 2**20) * 2**20
-    lines.append(f"Or allow it: budget={enough} ({size(enough)}).")
+    lines.append(f"Or allow it: {_allowed(enough)}.")
     return "\n".join(lines)
