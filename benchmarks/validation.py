@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import recordings
+from benchmarks import published, recorded_steps, recordings
 from benchmarks.outcome import RESULTS, Outcome
 from benchmarks.table import replaced
 
@@ -36,7 +36,11 @@ class Section:
     """Makes the page's lines from the written figures."""
 
 
-SECTIONS = {"allocator": Section(recordings.run, recordings.tables)}
+SECTIONS = {
+    "allocator": Section(recordings.run, recordings.tables),
+    "steps": Section(recorded_steps.run, recorded_steps.tables),
+    "published": Section(published.run, published.tables),
+}
 
 
 def main(

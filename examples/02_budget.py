@@ -19,12 +19,13 @@ def step() -> None:
     optimizer.zero_grad()
 
 
+speed = actmem.device("h100-80gb").tensors_only()  # so small a model is less than what a card takes for itself
 found = actmem.profile(model, batch)  # on fake tensors
-plain_bytes = actmem.predict(found, actmem.SaveEverything(), "h100-80gb").peak_bytes
-least_bytes = actmem.predict(found, actmem.Full(), "h100-80gb").peak_bytes
+plain_bytes = actmem.predict(found, actmem.SaveEverything(), speed).peak_bytes
+least_bytes = actmem.predict(found, actmem.Full(), speed).peak_bytes
 budget = (plain_bytes + least_bytes) // 2  # in your code: "20GiB", or 0.9 of the device
 
-plan = actmem.fit(model, batch, budget=budget, device="h100-80gb", headroom=0.0)
+plan = actmem.fit(model, batch, budget=budget, device=speed)
 applied = actmem.apply(model, plan)
 step()  # creates the optimizer state
 measured = actmem.measure(step, model=model, optimizer=optimizer)
@@ -38,6 +39,6 @@ print(f"step time               {plan.predicted.step_time_ratio:.4f} of plain, n
 assert measured.tensor_bytes == plan.predicted.peak_bytes <= budget
 
 try:
-    actmem.fit(model, batch, budget="1MiB", device="h100-80gb")
+    actmem.fit(model, batch, budget="1MiB", device=speed)
 except actmem.BudgetError as error:
     print(f"\nAnd one that cannot be met:\n{error}")

@@ -42,7 +42,7 @@ print(f"losses under Full() equal those of plain training: {full == plain}")
 print(f"metrics of the last step: {metrics[-1]}")
 
 # A budget is planned when training begins, for the longest samples of the trainer's own data.
-callback = ActmemCallback(actmem.Budget("6.1MiB", device="h100-80gb"))
+callback = ActmemCallback(actmem.Budget("6.1MiB"))
 budget = train([callback])
 print(f"and under a budget: {budget == plain}; predicted peak {callback.applied.plan.predicted.peak_bytes:,} bytes")
 assert plain == full == budget

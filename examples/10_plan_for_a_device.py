@@ -15,7 +15,7 @@ def show(title: str, plan: actmem.Plan) -> None:
 
 model = build("llama-3.1-8b")  # on the meta device: no bytes
 batch = example("llama-3.1-8b", sequence=8192)
-show("8B, all parameters, H100", actmem.fit(model, batch, budget="72GiB", device="h100-80gb"))
+show("8B, all parameters, H100", actmem.fit(model, batch, budget="72GiB", device="h100-80gb", optimizer="adamw_fused"))
 
 try:
     actmem.fit(model, batch, budget=0.95, device="rtx4090-24gb")

@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,3 +34,9 @@ def _threads_of_earlier_tests_have_ended() -> None:
         gc.collect()  # a failed test, or a cycle, may hold their lane
     for thread in ending:
         thread.join(5.0)
+
+
+@pytest.fixture
+def flat_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the name "flat" stand for a device where a budget is a bound on the bytes of tensors."""
+    monkeypatch.setenv("ACTMEM_DEVICES", str(Path(__file__).with_name("devices.toml")))

@@ -5,6 +5,9 @@ All figures are in `devices.toml`, each with the document that states it. A user
 variable ACTMEM_DEVICES or by `path`, has the same format and overrides it figure by figure. A missing figure is None
 here, and code that needs it raises an error that says how to supply it. Nothing is guessed.
 
+The size of a card is the one its driver reports, and not all of it is torch's: `outside_bytes` is what the driver and
+the process itself take.
+
 A datasheet states peaks. `attainable` says what fraction of a peak real kernels reach, for matrix products, for memory
 and for the link to the host. Each is one constant with its reason, not a model of a kernel. Both files may set it, for
 all devices or for one.
@@ -13,7 +16,7 @@ all devices or for one.
 import functools
 import os
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -70,7 +73,7 @@ class Device:
 
     >>> h100 = device("h100-80gb")
     >>> h100.memory_bytes, h100.flops_per_second["bf16"]
-    (80000000000, 989400000000000.0)
+    (85520809984, 989400000000000.0)
     >>> print(h100.sources["memory_bytes_per_second"])
     NVIDIA H100 datasheet, SXM: 3.35 TB/s
     """
@@ -80,19 +83,48 @@ class Device:
     name: str
     """Full name."""
     memory_bytes: int
-    """Memory size, as the vendor states it."""
+    """Memory size, as the driver reports it."""
     flops_per_second: dict[str, float] = field(hash=False)
     """Dense peaks by number format: those of `bf16`, `fp16`, `fp32`, `tf32`, `fp8` and `fp64` that are stated."""
     memory_bytes_per_second: float | None = None
     """Peak memory bandwidth."""
     host_link_bytes_per_second: float | None = None
     """Peak bandwidth of the link to host memory, in one direction."""
+    driver_bytes: int | None = None
+    """What the driver keeps of the memory for itself."""
+    context_bytes: int | None = None
+    """What a training process takes outside torch's allocator: its context, and the kernels of its libraries."""
+    blas_workspace_bytes: int | None = None
+    """What torch allocates for the matrix library, once for each thread that multiplies. None: a device that torch's
+    caching allocator is not known to serve."""
     nvme: Nvme | None = None
     """The drives that its host is assumed to have."""
     attainable: Attainable = Attainable()
     """What fraction of these peaks is reached."""
     sources: dict[str, str] = field(default_factory=dict[str, str], hash=False)
     """Source of each figure, by its path, such as `flops_per_second.bf16`."""
+
+    @property
+    def has_caching_allocator(self) -> bool:
+        """Whether tensors are served by torch's caching allocator: a CUDA or ROCm device."""
+        return self.blas_workspace_bytes is not None
+
+    def tensors_only(self) -> "Device":
+        """Return a device of the same speed where a budget is a bound on the bytes of tensors alone, as on a CPU.
+
+        >>> device("h100-80gb").tensors_only().has_caching_allocator
+        False
+        """
+        return replace(self, driver_bytes=None, context_bytes=None, blas_workspace_bytes=None)
+
+    @property
+    def outside_bytes(self) -> int:
+        """What never reaches torch's allocator: kept by the driver, or taken by the process itself.
+
+        >>> device("h100-80gb").outside_bytes // 2**20
+        1228
+        """
+        return (self.driver_bytes or 0) + (self.context_bytes or 0)
 
     def seconds(self, flops: int, moved_bytes: int, dtype: str) -> float:
         """Return the roofline time of an operator: computing or moving bytes, whichever takes longer.
@@ -200,7 +232,7 @@ def known_devices(*, path: str | os.PathLike[str] | None = None) -> dict[str, De
     """Return all devices by key: the built-in ones, and those in the user's file.
 
     >>> sorted(known_devices())[:3]
-    ['a100-40gb', 'a100-80gb', 'a100-pcie-80gb']
+    ['a10-24gb', 'a100-40gb', 'a100-80gb']
 
     Args:
         path: Your own TOML file, which overrides the built-in one. Default: the one that ACTMEM_DEVICES names, if any.
@@ -284,6 +316,9 @@ class _Device(_Table):
     flops_per_second: _Rates = _Rates()
     memory_bytes_per_second: _Figure | None = None
     host_link_bytes_per_second: _Figure | None = None
+    driver_bytes: _Bytes | None = None
+    context_bytes: _Bytes | None = None
+    blas_workspace_bytes: _Bytes | None = None
     nvme: str | None = None
     attainable: _Attainable = _Attainable()
 
@@ -324,6 +359,9 @@ def _made(key: str, table: _Device, file: _File, where: str) -> Device:
         "memory_bytes": table.memory_bytes,
         "memory_bytes_per_second": table.memory_bytes_per_second,
         "host_link_bytes_per_second": table.host_link_bytes_per_second,
+        "driver_bytes": table.driver_bytes,
+        "context_bytes": table.context_bytes,
+        "blas_workspace_bytes": table.blas_workspace_bytes,
         **{f"flops_per_second.{name}": figure for name, figure in rates.items()},
         **{f"attainable.{name}": figure for name, figure in attainable.items()},
         **{f"nvme.{name}": figure for name, figure in (_given(drive) if drive is not None else {}).items()},
@@ -335,6 +373,9 @@ def _made(key: str, table: _Device, file: _File, where: str) -> Device:
         flops_per_second={name: figure.value for name, figure in rates.items()},
         memory_bytes_per_second=_value(table.memory_bytes_per_second),
         host_link_bytes_per_second=_value(table.host_link_bytes_per_second),
+        driver_bytes=_whole(table.driver_bytes),
+        context_bytes=_whole(table.context_bytes),
+        blas_workspace_bytes=_whole(table.blas_workspace_bytes),
         nvme=None
         if drive is None
         else Nvme(cast(str, table.nvme), drive.read_bytes_per_second.value, drive.write_bytes_per_second.value),
@@ -349,6 +390,10 @@ def _given(table: _Rates | _Attainable | _Nvme) -> dict[str, _Figure]:
 
 def _value(figure: _Figure | None) -> float | None:
     return None if figure is None else figure.value
+
+
+def _whole(figure: _Figure | None) -> int | None:
+    return None if figure is None else int(figure.value)
 
 
 def _over(under: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:

@@ -32,8 +32,9 @@ __all__ = [
 ]
 
 
-OPTIMIZERS = ("adamw", "adam", "sgd")
-"""The optimizers that a budget can count. SGD is without momentum."""
+OPTIMIZERS = ("adamw", "adamw_fused", "adam", "sgd")
+"""The optimizers that a budget can count. SGD is without momentum. On a card torch's optimizers work on all parameters
+at once, which takes a tensor more for each of them while they step, unless they are fused."""
 
 
 @dataclass(frozen=True)

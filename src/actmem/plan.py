@@ -67,6 +67,12 @@ class FitRecord:
     """Whether `time_limit` stopped the search: a faster or idle machine may find another plan."""
     compiled: str = ""
     """What is compiled, and by which backend; "" if the plan is for blocks in eager."""
+    reserved_bytes: int | None = None
+    """On a card: the most that torch's caching allocator takes from the driver, simulated over several steps."""
+    outside_bytes: int = 0
+    """On a card: what lies outside torch. With the reserved bytes it is within the budget."""
+    assumptions: tuple[str, ...] = ()
+    """What is not known of the card's kernels."""
 
 
 @dataclass(frozen=True)
@@ -228,12 +234,17 @@ def _foretold(p: FitRecord) -> list[str]:
     if p.routing not in ("none", "real"):
         lines[-1] += f"; routing {p.routing}"
     if p.headroom:
-        lines[-1] += f"; {100 * p.headroom:g} % of the budget left to the allocator"
+        lines[-1] += f"; {100 * p.headroom:g} % of the budget left free"
     if p.compiled:
         lines.append(
             f"compiled: {p.compiled}; the bound is for plans that its partitioner can carry out, and the peak that of "
             "its graphs"
         )
+    if p.reserved_bytes is not None:
+        reserved, outside = p.reserved_bytes / 2**20, p.outside_bytes / 2**20
+        lines.insert(1, f"  on the card: {reserved:,.1f} MiB reserved by torch, {outside:,.1f} MiB outside torch")
+    if p.assumptions:
+        lines.append(f"not known: {'; '.join(p.assumptions)}")
     if p.time_limit_hit:
         lines.append("stopped by time_limit before the search was done: another run may find another plan")
     return lines

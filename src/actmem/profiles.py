@@ -14,7 +14,7 @@ from actmem.shapes import TensorShape, read_shape, shapes_as_text
 
 __all__ = ["COPY", "Call", "Cost", "Layer", "Profile", "Value", "Write"]
 
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 """The version of profiles that this actmem reads and writes."""
 
 COPY = "aten.clone.default"
@@ -184,7 +184,19 @@ class Profile:
     log: tuple[Entry, ...] = ()
     """What happened, in chronological order. See NOTE [ The log ]."""
     storages: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Bytes of each storage that a block made or read."""
+    """Bytes of each storage."""
+    stock: tuple[tuple[int, int, str], ...] = ()
+    """What is there when the step begins: number, bytes and role of each storage. The role "batch" is the caller's."""
+    memory: tuple[tuple[int, int, int], ...] = ()
+    """What the program itself allocates and frees: the position in the log before which it does, a storage, and its
+    bytes, or 0 where it is freed."""
+    carried: tuple[tuple[int, int], ...] = ()
+    """In a step of the user's own loop: what is there when the step begins, and the storage that is in its place when
+    it is over."""
+    optimizer_stock: tuple[int, ...] = ()
+    """Bytes of each tensor of the optimizer's state on a card, in the order in which the first step makes them."""
+    optimizer_memory: tuple[tuple[int, int], ...] = ()
+    """What the optimizer's step on a card allocates and frees: a number and its bytes, or 0 where it is freed."""
     version: int = PROFILE_VERSION
 
     @property
@@ -219,6 +231,9 @@ class Profile:
             costs = tuple(Cost(**cost) for cost in found.pop("costs"))
             log = tuple(from_row(row) for row in found.pop("log"))
             storages = {int(k): v for k, v in found.pop("storages").items()}
+            found["optimizer_stock"] = tuple(found["optimizer_stock"])
+            for name in ("stock", "memory", "carried", "optimizer_memory"):
+                found[name] = tuple(tuple(each) for each in found[name])
             found["blocks"] = tuple(found["blocks"])
             found["shapes"] = tuple(read_shape(text) for text in found["shapes"])
             found["calls"] = tuple(tuple(read_shape(text) for text in call) for call in found["calls"])

@@ -34,6 +34,8 @@ from benchmarks.models import FORMS, llama, quantised, train_step
 from benchmarks.outcome import RESULTS, Bound, Outcome
 from benchmarks.table import BEGIN, DOCUMENT, END, update
 
+pytestmark = pytest.mark.usefixtures("flat_device")
+
 TINY = overhead.TINY
 
 
@@ -391,7 +393,7 @@ def test_the_lines_that_the_demo_prints_run(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_cold_command_line_plans_within_its_budget() -> None:
-    fit = ("fit", "tiny:llama-3.1-8b", "--device", "h100-80gb", "--budget", "1580KiB", "--frontier", "0")
+    fit = ("fit", "tiny:llama-3.1-8b", "--device", "flat", "--budget", "1580KiB", "--frontier", "0")
     outcome = start.run(num_repetitions=1, fit=fit)
     assert [bound.kept for bound in outcome.bounds if bound.exact] == [True]
     assert outcome.exact["the plan"]["num_rules"] > 1

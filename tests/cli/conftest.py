@@ -7,6 +7,8 @@ import pytest
 
 from actmem.cli import main
 
+DEVICES = Path(__file__).parents[1] / "devices.toml"
+
 MINE = """
 import torch
 from torch import nn
@@ -138,9 +140,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name, value in {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}.items():
+    own = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "ACTMEM_DEVICES": str(DEVICES)}
+    for name, value in own.items():
         monkeypatch.setenv(name, value)
-    for name in ("FORCE_COLOR", "ACTMEM_TRACEBACK", "ACTMEM_DEVICES", "TTY_COMPATIBLE"):
+    for name in ("FORCE_COLOR", "ACTMEM_TRACEBACK", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
 
     def typed(*words: str) -> Outcome:

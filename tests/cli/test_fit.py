@@ -19,7 +19,7 @@ import actmem
 from actmem.planner import work
 from tests.cli.conftest import Run
 
-MINE = ("mine:make", "--device", "h100-80gb")
+MINE = ("mine:make", "--device", "flat")
 
 
 def document(run: Run, *words: str, code: int = 0) -> dict[str, Any]:
@@ -36,13 +36,13 @@ def mine(batch: int) -> tuple[nn.Module, tuple[Any, ...], Any]:
 def test_the_numbers_are_those_that_fit_gives(run: Run) -> None:
     found = document(run, "fit", *MINE, "--budget", "700KiB", "--microbatches", "2", "--frontier", "3")
     model, batch, loss = mine(256)
-    plan = actmem.fit(model, batch, loss=loss, budget="700KiB", device="h100-80gb", microbatches=2)
+    plan = actmem.fit(model, batch, loss=loss, budget="700KiB", device="flat", microbatches=2)
     assert plan.predicted is not None
     for name in ("peak_bytes", "budget_bytes", "step_time_ratio", "bound", "gap", "replayed_flops", "peak_at"):
         assert found[name] == getattr(plan.predicted, name), name
     assert found["plan"] == json.loads(plan.to_json())
     profile = actmem.profile(model, batch, loss=loss, microbatches=2)
-    curve = actmem.frontier(profile, "h100-80gb", num_points=3)
+    curve = actmem.frontier(profile, "flat", num_points=3)
     assert [p["peak_bytes"] for p in found["frontier"]] == [p.peak_bytes for p in curve.points]
     assert [(p["name"], p["peak_bytes"]) for p in found["modes"]] == [(p.name, p.peak_bytes) for p in curve.modes]
 
@@ -69,7 +69,7 @@ def test_the_parts_add_up_to_the_peak(run: Run, options: tuple[str, ...]) -> Non
 def test_a_function_of_the_users_names_a_model_and_its_prints_stay_out_of_the_document(run: Run) -> None:
     found = document(run, "fit", *MINE, "--batch", "512", "--budget", "1100KiB", "--frontier", "0")
     model, batch, loss = mine(512)
-    plan = actmem.fit(model, batch, loss=loss, budget="1100KiB", device="h100-80gb")
+    plan = actmem.fit(model, batch, loss=loss, budget="1100KiB", device="flat")
     assert plan.predicted is not None
     assert found["peak_bytes"] == plan.predicted.peak_bytes
     assert found["model"]["source"] == "function"
@@ -82,11 +82,11 @@ def test_a_config_of_transformers_names_a_model(run: Run, tmp_path: Path) -> Non
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96}
     LlamaConfig(**sizes, **heads).save_pretrained(tmp_path)
-    words = ("--device", "h100-80gb", "--budget", "4MiB", "--dtype", "float32", "--frontier", "0")
+    words = ("--device", "flat", "--budget", "4MiB", "--dtype", "float32", "--frontier", "0")
     found = document(run, "fit", "config.json", *words)
     model: nn.Module = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads, use_cache=False))
     ids = torch.zeros(1, 96, dtype=torch.int64)
-    plan = actmem.fit(model.train(), {"input_ids": ids, "labels": ids}, budget="4MiB", device="h100-80gb")
+    plan = actmem.fit(model.train(), {"input_ids": ids, "labels": ids}, budget="4MiB", device="flat")
     assert plan.predicted is not None
     assert found["peak_bytes"] == plan.predicted.peak_bytes
     assert found["model"]["num_parameters"] == sum(p.numel() for p in model.parameters())
@@ -97,7 +97,7 @@ def test_more_positions_than_a_model_has_are_refused(run: Run, tmp_path: Path) -
     from transformers import GPT2Config
 
     GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=48, eos_token_id=0).save_pretrained(tmp_path)
-    words = ("config.json", "--device", "h100-80gb", "--budget", "72GiB")
+    words = ("config.json", "--device", "h100-80gb", "--optimizer", "adamw_fused", "--budget", "72GiB")
     assert run("fit", *words, "--sequence", "48", "--frontier", "0").code == 0
     for refused in (run("fit", *words, "--sequence", "49"), run("largest", *words, "--vary", "sequence")):
         assert refused.code == 2
@@ -105,7 +105,7 @@ def test_more_positions_than_a_model_has_are_refused(run: Run, tmp_path: Path) -
 
 
 def test_a_batch_with_other_names_than_forward_takes_is_said_to_be_that(run: Run) -> None:
-    refused = run("fit", "mine:wrong_batch", "--device", "h100-80gb", "--budget", "1GiB")
+    refused = run("fit", "mine:wrong_batch", "--device", "flat", "--budget", "1GiB")
     assert refused.code == 3
     assert "forward, takes other arguments" in refused.err and "report this" not in refused.err
 
@@ -191,7 +191,7 @@ def test_names_with_brackets_are_shown_as_they_are(run: Run, tmp_path: Path) -> 
         "    return nn.Sequential(*[Odd() for _ in range(4)]), (torch.randn(64, 8),), torch.sum\n"
     )
     assert "parts.[/x]" in run("show", "odd:make", "--mode", "full").out
-    budget = ("--device", "h100-80gb", "--budget", "32KiB", "--frontier", "0", "--optimizer", "none")
+    budget = ("--device", "flat", "--budget", "32KiB", "--frontier", "0", "--optimizer", "none")
     assert document(run, "fit", "odd:make", *budget)["plan"]["rules"]
 
 
@@ -218,13 +218,13 @@ def test_largest_finds_the_size_that_the_library_finds(run: Run) -> None:
         model,
         lambda n: mine(n)[1],
         budget="700KiB",
-        device="h100-80gb",
+        device="flat",
         vary="batch",
         multiple=64,
         most=512,
         loss=loss,
     )
-    assert (found["size"], found["refused"]) == (best.size, best.refused) == (256, 320)
+    assert (found["size"], found["refused"]) == (best.size, best.refused) == (320, 384)
     assert found["model"]["shapes"] == ["0 float32 [256, 64]"]
     assert found["plan"] == json.loads(best.plan.to_json())
 
@@ -235,12 +235,12 @@ def test_largest_prints_the_command_that_writes_its_plan_with_every_option_that_
     monkeypatch.setenv("COLUMNS", "80")
     options = ("--budget", "700KiB", "--shard", "2", "--optimizer-dtype", "float32", "--microbatches", "2")
     search = ("--vary", "batch", "--multiple", "64", "--most", "512")
-    found = document(run, "largest", "mine:make", "--device", "H100 80GB", *options, *search)
-    printed = run("largest", "mine:make", "--device", "H100 80GB", *options, *search).out
+    found = document(run, "largest", "mine:make", "--device", "FLAT", *options, *search)
+    printed = run("largest", "mine:make", "--device", "FLAT", *options, *search).out
     line = found["fit_command"]
     assert line in printed.splitlines()[-1] and "..." not in line
     words = shlex.split(line)
-    assert words[:2] == ["actmem", "fit"] and set(options) < set(words) and "H100 80GB" in words
+    assert words[:2] == ["actmem", "fit"] and set(options) < set(words) and "FLAT" in words
     again = document(run, *words[1:], "--frontier", "0")
     assert again["peak_bytes"] == found["peak_bytes"]
     assert again["plan"] == found["plan"]
@@ -258,9 +258,20 @@ def test_a_reader_gets_tables(run: Run) -> None:
 
 @pytest.mark.slow
 def test_llama_8b_is_planned_for_one_h100(run: Run) -> None:
-    words = ("fit", "llama-3.1-8b", "--sequence", "8192", "--device", "h100-80gb", "--budget", "72GiB")
+    words = (
+        "fit",
+        "llama-3.1-8b",
+        "--sequence",
+        "8192",
+        "--device",
+        "h100-80gb",
+        "--optimizer",
+        "adamw_fused",
+        "--budget",
+        "72GiB",
+    )
     found = document(run, *words)
-    assert found["peak_bytes"] <= 0.95 * 72 * 2**30
+    assert found["peak_bytes"] <= found["reserved_bytes"] <= 72 * 2**30 - found["outside_bytes"]
     assert found["gap"] < 1e-3
     assert sum(part["num_bytes"] for part in found["parts"]) == found["peak_bytes"]
     assert len(found["frontier"]) == 6

@@ -13,14 +13,14 @@ from actmem.cli.commands import COMMANDS
 from actmem.cli.runner import parsed
 from tests.cli.conftest import Run
 
-H100 = ("--device", "h100-80gb", "--budget", "1MiB")
+H100 = ("--device", "flat", "--budget", "1MiB")
 WRONG = {
     "no command": (),
     "an unknown command": ("fitt",),
     "an unknown option": ("fit", "mine:make", "--budgt", "1MiB"),
     "no budget": ("fit", "mine:make"),
-    "a budget that is none": ("fit", "mine:make", "--device", "h100-80gb", "--budget", "lots"),
-    "a budget without its unit": ("fit", "mine:make", "--device", "h100-80gb", "--budget", "72"),
+    "a budget that is none": ("fit", "mine:make", "--device", "flat", "--budget", "lots"),
+    "a budget without its unit": ("fit", "mine:make", "--device", "flat", "--budget", "72"),
     "a multiple above the most": ("largest", "mine:make", *H100, "--vary", "batch", "--multiple", "16", "--most", "8"),
     "largest with --step": ("largest", "mine:make", *H100, "--vary", "batch", "--step", "16"),
     "a batch that does not depend on its size": ("largest", "mine:ignoring", *H100, "--vary", "batch"),
@@ -207,7 +207,7 @@ def test_a_function_that_ends_the_process_does_not_look_like_success(run: Run) -
 def test_a_budget_that_cannot_be_kept_ends_with_1_and_says_what_would_help(
     run: Run, snapshot: SnapshotAssertion, tmp_path: Path
 ) -> None:
-    asked = run("fit", "mine:large", "--device", "h100-80gb", "--budget", "10KiB")
+    asked = run("fit", "mine:large", "--device", "flat", "--budget", "10KiB")
     assert (asked.code, asked.out) == (1, "")
     assert asked.err == snapshot
 

@@ -52,7 +52,7 @@ def test_a_process_prints_one_document_and_nothing_else() -> None:
 
 def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    command = ("-m", "actmem", "fit", "slow:make", "--device", "h100-80gb", "--budget", "2MiB")
+    command = ("-m", "actmem", "fit", "slow:make", "--device", "flat", "--budget", "2MiB")
     with child(*command, cwd=tmp_path, env=COLUMNS) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "ready\n"

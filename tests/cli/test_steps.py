@@ -18,19 +18,19 @@ from tests.cli.schemas import PUBLISHED
 
 TINY = "tiny:llama-3.1-8b"
 DOCUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "fit": (0, ("fit", "mine:make", "--device", "h100-80gb", "--budget", "700KiB", "--frontier", "2")),
+    "fit": (0, ("fit", "mine:make", "--device", "flat", "--budget", "700KiB", "--frontier", "2")),
     "show": (0, ("show", TINY, "--mode", "full", "--device", "a100-40gb")),
     "measure": (0, ("measure", TINY, "--mode", "full", "--sequence", "16", "--on", "cpu")),
     "verify": (0, ("verify", TINY, "--mode", "full", "--sequence", "16")),
     "largest": (
         0,
-        ("largest", "mine:make", "--vary", "batch", "--budget", "1MiB", "--device", "h100-80gb", "--most", "2"),
+        ("largest", "mine:make", "--vary", "batch", "--budget", "1MiB", "--device", "flat", "--most", "2"),
     ),
     "doctor": (0, ("doctor", "--model", TINY)),
     "explain": (0, ("explain", "log.txt")),
     "snapshot": (0, ("snapshot", "recorded.pickle")),
     "devices": (0, ("devices",)),
-    "error": (2, ("fit", "llama-9", "--device", "h100-80gb", "--budget", "2MiB")),
+    "error": (2, ("fit", "llama-9", "--device", "flat", "--budget", "2MiB")),
 }
 
 
@@ -89,7 +89,7 @@ def test_a_model_that_looks_at_numbers_is_measured_and_verified_as_it_runs_here_
 
 
 def test_a_model_that_looks_at_numbers_is_planned_by_a_real_step_if_asked(run: Run) -> None:
-    words = ("mine:looking", "--device", "h100-80gb", "--budget", "1MiB")
+    words = ("mine:looking", "--device", "flat", "--budget", "1MiB")
     refused = run("fit", *words)
     assert refused.code == 3
     assert "Profile a real step: actmem fit ... --no-fake." in " ".join(refused.err.split())
@@ -98,7 +98,7 @@ def test_a_model_that_looks_at_numbers_is_planned_by_a_real_step_if_asked(run: R
 
 
 def test_a_batch_that_does_not_fit_the_model_gives_the_error_of_plain_training_and_asks_for_no_report(run: Run) -> None:
-    asked = run("fit", "mine:misfit", "--device", "h100-80gb", "--budget", "1MiB")
+    asked = run("fit", "mine:misfit", "--device", "flat", "--budget", "1MiB")
     said = " ".join(asked.err.split())
     assert asked.code == 3
     assert "mat1 and mat2 shapes cannot be multiplied (8x63 and 64x64)" in said
@@ -181,11 +181,11 @@ NARROW: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "devices": (("devices",), tuple(known_devices())),
     "one device": (("devices", "h100-80gb"), ("host_link_bytes_per_second", "flops_per_second.bf16")),
     "show": (
-        ("show", TINY, "--mode", "full", "--device", "h100-80gb"),
+        ("show", TINY, "--mode", "full", "--device", "flat"),
         ("_scaled_dot_product_flash_attention_for_cpu", "post_attention_layernorm", "self_attn.q_proj", "16.0 KiB"),
     ),
     "fit": (
-        ("fit", "mine:make", "--device", "h100-80gb", "--budget", "700KiB", "--frontier", "2", "--out", "p/plan.json"),
+        ("fit", "mine:make", "--device", "flat", "--budget", "700KiB", "--frontier", "2", "--out", "p/plan.json"),
         ("save everything", 'actmem.apply(model, actmem.FromPlan("p/plan.json"))', "activations outside the blocks"),
     ),
     "measure": (

@@ -13,6 +13,7 @@ import actmem
 from tests.integrations.training import Sentences, build_llama, differing, padded, weights_of
 
 pytestmark = [
+    pytest.mark.usefixtures("flat_device"),
     pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore::UserWarning:pytorch_lightning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning", "ignore:.*treespec.*:FutureWarning"),
 ]
@@ -111,7 +112,7 @@ def test_a_budget_is_planned_for_the_part_that_is_named(tmp_path: Path) -> None:
     from actmem.integrations.lightning import ActmemCallback
 
     plain, data = fit(package, tmp_path), Sentences()
-    budget = actmem.Budget("480KiB", device="h100-80gb")
+    budget = actmem.Budget("480KiB", device="flat")
     callback = ActmemCallback(budget, module="model", example=padded([data[0], data[1]]))
     managed = fit(package, tmp_path, callback)
     assert managed.losses == plain.losses

@@ -11,6 +11,8 @@ import pytest
 import actmem
 from tests.distributed.ranks import run
 
+pytestmark = pytest.mark.usefixtures("flat_device")
+
 
 def _train(callback: Any) -> list[float]:
     from tests.integrations.training import build_llama, losses_of, make_trainer
@@ -32,7 +34,7 @@ def two_ranks(rank: int) -> None:
     wanted = _train(None)
     if rank == 0:  # a trainer logs on its first rank only
         assert len(set(wanted)) == 3
-    budget = actmem.Budget("500KiB", device="h100-80gb")
+    budget = actmem.Budget("500KiB", device="flat")
     for mode in (actmem.Full(), budget):
         sent: list[dict[str, Any]] = []
         assert _train(ActmemCallback(mode, on_metrics=sent.append)) == wanted

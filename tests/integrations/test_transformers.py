@@ -26,12 +26,15 @@ from tests.integrations.training import (
     weights_of,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::UserWarning:accelerate", "ignore::FutureWarning:accelerate", "ignore::UserWarning:torch.utils.data"
-)
+pytestmark = [
+    pytest.mark.usefixtures("flat_device"),
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning:accelerate", "ignore::FutureWarning:accelerate", "ignore::UserWarning:torch.utils.data"
+    ),
+]
 
 SELECTIVE = actmem.Selective(save=["attention", actmem.every_second("matmul")])
-BUDGET = actmem.Budget("520KiB", device="h100-80gb")
+BUDGET = actmem.Budget("520KiB", device="flat")
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,12 @@ from tests.integrations.training import (
     weights_of,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::UserWarning:accelerate", "ignore::UserWarning:torch.utils.data", "ignore::UserWarning:trl"
-)
+pytestmark = [
+    pytest.mark.usefixtures("flat_device"),
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning:accelerate", "ignore::UserWarning:torch.utils.data", "ignore::UserWarning:trl"
+    ),
+]
 
 WORDS = [f"word{i}" for i in range(18)]
 
@@ -73,7 +76,7 @@ def test_a_budget_is_planned_for_what_the_trainer_tokenized_and_for_its_own_loss
     given = {"max_steps": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     plain = make_sft(tmp_path, **given)
     plain_bytes = actmem.measure(plain.train, model=plain.model).peak_bytes
-    callback = ActmemCallback(actmem.Budget("9.9MiB", device="h100-80gb"))
+    callback = ActmemCallback(actmem.Budget("9.9MiB", device="flat"))
     trainer = make_sft(tmp_path, callback, **given)
     peak_bytes = actmem.measure(trainer.train, model=trainer.model).peak_bytes
     assert losses_of(trainer) == losses_of(plain)

@@ -14,8 +14,9 @@ from actmem.plan import Plan
 from actmem.planner.budget_fit import fit_profile
 from actmem.profiles import Profile
 from actmem.reporting import PageData, build
+from tests.flat_device import FLAT
 
-DEVICE = "h100-80gb"
+DEVICE = FLAT
 
 
 class Mlp(nn.Module):

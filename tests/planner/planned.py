@@ -12,8 +12,9 @@ from torch import nn
 import actmem
 from actmem.catalogue import build, example, tiny
 from benchmarks.models import UNetLike
+from tests.flat_device import FLAT
 
-DEVICE = "h100-80gb"
+DEVICE = FLAT
 
 
 def peaks(model: nn.Module, batch: Any) -> tuple[int, int]:

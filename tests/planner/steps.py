@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import actmem
+from tests.flat_device import FLAT
 from tests.zoo import VOCAB, ZOO, generator
 
-DEVICE = "h100-80gb"
+DEVICE = FLAT
 """Whose speed is planned for. Bytes do not depend on it, and a machine need not be measured."""
 
 

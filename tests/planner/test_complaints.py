@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import actmem
 from actmem import ModeError, UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("flat_device")
+
 
 class Looking(nn.Module):
     def __init__(self) -> None:
@@ -33,15 +35,15 @@ class Plain(Looking):
         return x
 
 
-BUDGET = actmem.Budget("1MiB", device="h100-80gb")
+BUDGET = actmem.Budget("1MiB", device="flat")
 BATCH = (torch.ones(4, 8),)
 CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "actmem.profile(model, example, fake=False)": lambda m, b: actmem.profile(m, b, loss=torch.sum),
     "actmem.fit(model, batch, budget=..., fake=False)": lambda m, b: actmem.fit(
-        m, b, loss=torch.sum, budget="1MiB", device="h100-80gb"
+        m, b, loss=torch.sum, budget="1MiB", device="flat"
     ),
     "actmem.largest(model, make_batch, budget=..., fake=False)": lambda m, b: actmem.largest(
-        m, lambda n: b, loss=torch.sum, budget="1MiB", device="h100-80gb", vary="batch", most=2
+        m, lambda n: b, loss=torch.sum, budget="1MiB", device="flat", vary="batch", most=2
     ),
     "actmem.apply(model, actmem.Budget('1MiB', ...), example=batch, fake=False)": lambda m, b: actmem.apply(
         m, BUDGET, example=b, loss=torch.sum
@@ -95,5 +97,5 @@ def test_an_error_that_only_the_model_raises_says_how_to_find_out_whether_plain_
             raise ValueError("my own")
 
     with pytest.raises(ValueError, match="my own") as found:
-        actmem.fit(Raising(), BATCH, loss=torch.sum, budget="1MiB", device="h100-80gb")
+        actmem.fit(Raising(), BATCH, loss=torch.sum, budget="1MiB", device="flat")
     assert "actmem.fit(model, batch, budget=..., fake=False)" in found.value.__notes__[-1]

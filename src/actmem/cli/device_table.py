@@ -38,20 +38,21 @@ def show(shown: DevicesShown, screen: Screen) -> None:
             made.add_row(name, _figure(only, name), source)
         screen.out.print(made)
         return
-    figures = "memory\nGB", "bf16\nTFLOP/s", "bandwidth\nTB/s", "host link\nGB/s"
+    figures = "memory\nGiB", "bf16\nTFLOP/s", "bandwidth\nTB/s", "host link\nGB/s"
     made = table("", "device", "name", *figures, num_texts=2, copied=("device",))
     for each in shown.devices:
         made.add_row(
             each.key,
             each.name,
-            f"{each.memory_bytes / 1e9:g}",
+            f"{each.memory_bytes / 2**30:.1f}",
             _rate(each.flops_per_second.get("bf16"), 1e12),
             _rate(each.memory_bytes_per_second, 1e12),
             _rate(each.host_link_bytes_per_second, 1e9),
         )
     screen.out.print(made)
     screen.out.print(
-        "Figures as the vendors state them, in decimal units; bf16 without sparsity. `actmem devices NAME` shows the "
+        "Memory as the driver reports it; rates as the vendors state them, in decimal units; bf16 without sparsity. "
+        "`actmem devices NAME` shows the "
         "source of each. To add a device, point ACTMEM_DEVICES at a TOML file. `this` is this machine, measured.",
         markup=False,
     )
@@ -66,4 +67,4 @@ def _figure(found: Device, name: str) -> str:
     if group == "flops_per_second":
         return f"{_rate(found.flops_per_second[key], 1e12)} TFLOP/s"
     value: float = attrgetter(name)(found)
-    return f"{value:g}" if name != "memory_bytes" else f"{value:,.0f}"
+    return f"{value:,.0f}" if name.endswith("_bytes") else f"{value:g}"

@@ -30,7 +30,7 @@ from actmem.plan import Plan
 from actmem.planner import NAMED, Allowance, Frontier, allowance, fit_profiles
 from actmem.planner import frontier as planner_frontier
 from actmem.profiles import Profile
-from actmem.simulation import NAMES, cost_seconds, is_measured, step_seconds
+from actmem.simulation import NAMES, cost_seconds, is_measured, on_card, step_seconds
 from actmem.units import size
 
 __all__ = ["FitShown", "run", "show"]
@@ -62,11 +62,17 @@ class FitShown(Document):
     asked_bytes: int
     """The budget as typed."""
     headroom: float
-    """The fraction of it that is reserved for the allocator."""
+    """The fraction of it that stays free."""
     budget_bytes: int
-    """What is left for tensors."""
+    """What is left."""
     peak_bytes: int
-    """The predicted peak of the plan."""
+    """The predicted peak of the plan: bytes of tensors."""
+    reserved_bytes: int | None
+    """On a card: the most that torch's caching allocator takes from the driver. None elsewhere."""
+    outside_bytes: int
+    """On a card: what lies outside torch."""
+    assumptions: tuple[str, ...]
+    """What is not known of the card's kernels."""
     peak_at: str
     peak_words: tuple[str, ...]
     """Where the peak is, what it consists of and what would lower it: one sentence each."""
@@ -110,6 +116,7 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
     allowed = allowance(asked.budget, device, asked.headroom)
     with screen.progress("profiling one step"):
         profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, **options_of(asked))
+        profile = on_card(profile, device)
     with screen.progress("searching for the best plan"):
         plan = fit_profiles([profile], allowed, device, offload=asked.offload)
         parts, _ = parts_of(profile, plan)
@@ -117,7 +124,7 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
     if asked.frontier:
         with screen.progress("searching for plans at other budgets") as told:
             curve = planner_frontier(profile, device, num_points=asked.frontier, progress=told)
-    modes, points = _compared(profile, device, allowed, curve)
+    modes, points = _compared(profile, device, allowed, curve, plan)
     written = _write(asked, profile, plan, device, allowed, curve, screen)
     shown = project(
         FitShown,
@@ -160,16 +167,22 @@ def _check_file(option: str, path: Path, suffixes: Sequence[str], taken: dict[Pa
 
 
 def _compared(
-    profile: Profile, device: Device, allowed: Allowance, curve: Frontier | None
+    profile: Profile, device: Device, allowed: Allowance, curve: Frontier | None, plan: Plan
 ) -> tuple[tuple[PointShown, ...], tuple[PointShown, ...]]:
     """Return the named modes, and the plans of the frontier if it was solved."""
+    told = plan.predicted
+    assert told is not None
+    beside_bytes = 0 if told.reserved_bytes is None else told.reserved_bytes + told.outside_bytes - told.peak_bytes
 
     def fits(peak_bytes: int) -> bool:
-        return peak_bytes <= allowed.budget_bytes
+        return peak_bytes + beside_bytes <= allowed.budget_bytes
 
     if curve is None:
         predicted = {name: actmem.predict(profile, mode, device) for name, mode in NAMED.items()}
-        return tuple(project(PointShown, p, name=n, fits=fits(p.peak_bytes)) for n, p in predicted.items()), ()
+        return tuple(
+            project(PointShown, p, name=n, peak_bytes=p.live_bytes, fits=fits(p.live_bytes))
+            for n, p in predicted.items()
+        ), ()
     modes, points = (
         tuple(project(PointShown, point, fits=fits(point.peak_bytes)) for point in several)
         for several in (curve.modes, curve.points)
@@ -226,7 +239,7 @@ def show(shown: FitShown, screen: Screen) -> None:
     out.print(
         f"{model.num_parameters:,} parameters, {model.num_blocks} blocks, {', '.join(model.shapes)}", markup=False
     )
-    less = f", less {shown.headroom:.0%} for the allocator: {size(shown.budget_bytes)}" if shown.headroom else ""
+    less = f", of which {shown.headroom:.0%} stay free: {size(shown.budget_bytes)}" if shown.headroom else ""
     out.print(f"{shown.device.name}, budget {size(shown.asked_bytes)}{less}\n", markup=False)
     out.print(_breakdown(shown))
     out.print(
@@ -236,6 +249,15 @@ def show(shown: FitShown, screen: Screen) -> None:
         f"proof            no plan in this budget is below {shown.bound:.4f}x: the gap is at most {shown.gap:.2%}\n",
         markup=False,
     )
+    if shown.reserved_bytes is not None:
+        needed = shown.reserved_bytes + shown.outside_bytes
+        out.print(
+            f"on the card      {size(needed)} of {size(shown.budget_bytes)}: {size(shown.reserved_bytes)} reserved by "
+            f"torch, {size(shown.outside_bytes)} outside torch\n",
+            markup=False,
+        )
+    for text in shown.assumptions:
+        screen.paragraph(f"not known: {text}")
     if shown.time_limit_hit:
         out.print("stopped by the time limit before the search was done: another run may find another plan\n")
     for sentence in shown.peak_words:

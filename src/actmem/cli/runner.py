@@ -27,7 +27,7 @@ __all__ = ["DOCUMENTED", "document_of", "main", "parsed"]
 
 _DESCRIPTION = """Decide for every activation that training holds on to: save it, recompute it, or offload it.
 
-Start with: actmem fit llama-3.1-8b --sequence 8192 --device h100-80gb --budget 72GiB
+Start with: actmem fit llama-3.1-8b --sequence 8192 --device h100-80gb --optimizer adamw_fused --budget 72GiB
 
 Exit codes:
 - 0 success, and the answer is yes

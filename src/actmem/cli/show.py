@@ -20,7 +20,7 @@ from actmem.decisions import Decision, Reason
 from actmem.errors import ModeError
 from actmem.plan import Plan
 from actmem.profiles import Layer, Profile
-from actmem.simulation import Simulated, cost_seconds, decisions, plan_of, prediction
+from actmem.simulation import Simulated, cost_seconds, decisions, on_card, plan_of, prediction
 from actmem.units import size
 
 __all__ = ["ShowShown", "run", "show"]
@@ -103,6 +103,7 @@ def run(asked: Show, screen: Screen) -> tuple[ShowShown, int]:
         profile = actmem.profile(
             loaded.model, loaded.batch, loss=loaded.loss, blocks=asked.blocks, optimizer=optimizer, fake=asked.fake
         )
+        profile = profile if device is None else on_card(profile, device)
         plan = plan_of(profile, mode)
         parts, simulated = parts_of(profile, plan)
     seconds = None if device is None else cost_seconds(profile, device)

@@ -64,9 +64,9 @@ def largest(
 
     >>> import torch, actmem
     >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
-    >>> found = actmem.largest(model, lambda n: (torch.empty(n, 64),), budget="1MiB", vary="batch", loss=torch.sum,
-    ...     device="h100-80gb", multiple=64)
-    >>> found.plan.predicted.peak_bytes <= 2**20 and found.size % 64 == 0
+    >>> found = actmem.largest(model, lambda n: (torch.empty(n, 64),), budget="1400MiB", vary="batch", loss=torch.sum,
+    ...     device="h100-80gb", multiple=2**16)
+    >>> found.plan.predicted.reserved_bytes <= 1400 * 2**20 and found.size % 2**16 == 0
     True
     """
     if "step" in options:

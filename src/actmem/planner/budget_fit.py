@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,15 +25,18 @@ from actmem.profiling import called_as, check_step, profiles
 from actmem.settings import STORES, Compiled, Offload
 from actmem.simulation import (
     Simulated,
+    card_memory,
     cost_seconds,
     decisions,
     follow,
     is_accelerator,
     lowering,
+    on_card,
     peak_words,
     resolved,
     simulate,
     step_seconds,
+    unknowns,
 )
 from actmem.structure import check_module, find_blocks
 from actmem.units import parse_budget, size
@@ -47,11 +51,11 @@ class Allowance:
     asked_bytes: int
     """The budget as requested."""
     headroom: float
-    """The fraction of it that is reserved for the allocator."""
+    """The fraction of it that stays free."""
 
     @property
     def budget_bytes(self) -> int:
-        """What is left for tensors."""
+        """What is left."""
         return int(self.asked_bytes * (1 - self.headroom))
 
 
@@ -80,7 +84,9 @@ def fit(
     """Find the plan that trains fastest within a memory budget, and say how far from the best possible it may be.
 
     The budget counts every tensor that is alive in a step, as `measure` does: parameters, gradients, optimizer state,
-    activations and temporaries. The model is not changed: `apply(model, plan)` does that.
+    activations and temporaries. On a card it is a bound on what the process takes of it: on the bytes that torch's
+    caching allocator reserves, which are simulated, and on what lies outside torch. The model is not changed:
+    `apply(model, plan)` does that.
 
     Args:
         model: the model, in training mode; it may be on the meta device.
@@ -96,7 +102,7 @@ def fit(
         microbatches: how many batches gradients are accumulated over.
         shard: over how many ranks FSDP2 divides parameters, gradients and optimizer state.
         examples: several batches; the plan holds for each of them.
-        headroom: the part of the budget to leave to the allocator. Default: 0.05 on an accelerator, else 0.
+        headroom: the part of the budget to leave free. Default: 0.
         blocks: where the blocks are, as for `apply`.
         scope: the towers whose blocks to take, as for `apply`.
         routing: what to assume about routers: "balanced" or "worst".
@@ -118,8 +124,8 @@ def fit(
 
     >>> import actmem
     >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
-    >>> plan = actmem.fit(model, (torch.randn(512, 64),), loss=torch.sum, budget="1100KiB", device="h100-80gb")
-    >>> plan.predicted.peak_bytes <= 1100 * 2**10
+    >>> plan = actmem.fit(model, (torch.randn(512, 64),), loss=torch.sum, budget="2GiB", device="h100-80gb")
+    >>> plan.predicted.reserved_bytes + plan.predicted.outside_bytes <= 2 * 2**30
     True
     >>> sgd, batch = torch.optim.SGD(model.parameters()), torch.randn(512, 64)
     >>> def train():
@@ -127,7 +133,7 @@ def fit(
     ...     for half in batch.chunk(2):
     ...         model(half).sum().backward()
     ...     sgd.step()
-    >>> plan = actmem.fit(model, step=train, budget="512KiB", device="h100-80gb")
+    >>> plan = actmem.fit(model, step=train, budget="2GiB", device="h100-80gb")
     >>> plan.predicted.peak_bytes <= 2**19
     True
     >>> print(*plan.predicted.calls[0])
@@ -194,13 +200,12 @@ def allowance(budget: str | int | float, known: Device, headroom: float | None =
 
     >>> from actmem.devices import device
     >>> allowance("72GiB", device("h100-80gb"))
-    Allowance(asked_bytes=77309411328, headroom=0.05)
+    Allowance(asked_bytes=77309411328, headroom=0.0)
 
     Raises:
         ModeError: the budget or the headroom is not permitted.
     """
-    if headroom is None:
-        headroom = 0.05 if is_accelerator(known) else 0.0
+    headroom = 0.0 if headroom is None else headroom
     if not 0 <= headroom < 1:
         raise ModeError(f"headroom = {headroom!r} is not permitted. Expected a number from 0 to below 1, such as 0.05.")
     return Allowance(parse_budget(budget, device_bytes=known.memory_bytes), headroom)
@@ -215,14 +220,64 @@ def fit_profiles(
     time_limit: float = TIME_LIMIT,
 ) -> Plan:
     """Find the plan for existing profiles, as `fit_profile` does, and describe its peak in words."""
-    plan = fit_profile(
-        profiles, allowed.budget_bytes, known, offload=offload, headroom=allowed.headroom, time_limit=time_limit
-    )
+    options: dict[str, Any] = {"offload": offload, "headroom": allowed.headroom, "time_limit": time_limit}
+    if known.has_caching_allocator:
+        profiles = [on_card(p, known) for p in profiles]
+        plan = fit_card(profiles, allowed.budget_bytes, known, **options)
+    else:
+        plan = fit_profile(profiles, allowed.budget_bytes, known, **options)
     predicted = plan.predicted
     assert predicted is not None
     chief = next(p for p in profiles if p.shapes == predicted.shapes)
     words = peak_words(chief, plan, accelerator=is_accelerator(known))
     return replace(plan, predicted=replace(predicted, peak_words=words))
+
+
+def fit_card(
+    profiles: Sequence[Profile], budget_bytes: int, known: Device, *, headroom: float = 0.0, **options: Any
+) -> Plan:
+    """Find the plan for a card: what torch reserves there, and what lies outside torch, is within the budget.
+
+    The planner knows the bytes of tensors. What the allocator makes of them is simulated for the plan that it finds; if
+    that is too much, it has to find one with so many bytes less. So the search is repeated two or three times.
+    """
+    limit_bytes = budget_bytes - known.outside_bytes
+    target_bytes = limit_bytes - 2 * (known.blas_workspace_bytes or 0)
+    if target_bytes <= 0:
+        raise BudgetError(
+            f"a budget of {size(budget_bytes)} leaves nothing for tensors on {known.name}: {size(known.outside_bytes)} "
+            f"lie outside torch, and cuBLAS has two workspaces of {size(known.blas_workspace_bytes or 0)}. Allow more: "
+            f"budget={2 * (budget_bytes - target_bytes)}."
+        )
+    while True:
+        try:
+            plan = fit_profile(profiles, target_bytes, known, headroom=headroom, **options)
+        except BudgetError as error:
+            more = budget_bytes - target_bytes
+            text = re.sub(r"budget=(\d+) \(.*?\)", lambda found: _allowed(int(found[1]) + more), str(error))
+            raise BudgetError(
+                f"{text}\nOf the budget of {size(budget_bytes)} on {known.name}, {size(more)} are not for tensors: "
+                f"{size(known.outside_bytes)} lie outside torch, the rest is for cuBLAS's workspaces and for what the "
+                "caching allocator adds."
+            ) from None
+        memories = [card_memory(p, plan, known)[0] for p in profiles]
+        most = max(memories, key=lambda memory: memory.reserved_bytes)
+        if most.reserved_bytes <= limit_bytes:
+            break
+        target_bytes -= most.reserved_bytes - limit_bytes
+    assert plan.predicted is not None
+    predicted = replace(
+        plan.predicted,
+        budget_bytes=budget_bytes,
+        reserved_bytes=most.reserved_bytes,
+        outside_bytes=most.outside_bytes,
+        assumptions=tuple(dict.fromkeys(text for p in profiles for text in unknowns(p))),
+    )
+    return replace(plan, mode=f"fit(budget={budget_bytes})", predicted=predicted)
+
+
+def _allowed(num_bytes: int) -> str:
+    return f"budget={num_bytes} ({size(num_bytes)})"
 
 
 @uncollected()
@@ -549,7 +604,7 @@ def refusal(
         f"gradients, activations and temporaries {size(rest)}",
         f"of which all gradients {size(p.gradients_bytes // p.shard)}",
     ]
-    less = f" (after {headroom:.0%} for the allocator)" if headroom else ""
+    less = f" (after {headroom:.0%} that stay free)" if headroom else ""
     first = (
         f"no plan fits {size(budget_bytes)}{less}. The smallest peak is {size(peak)}, at {simulated.peak_op} {where}: "
     )
@@ -561,5 +616,5 @@ def refusal(
     helps = lowering(p, keeps, simulated, exact=exact, offloaded=offloaded, accelerator=accelerator)
     lines += [f"What would help: {text}" for text in helps]
     enough = math.ceil(peak / (1 - headroom) / 2**20) * 2**20
-    lines.append(f"Or allow it: budget={enough} ({size(enough)}).")
+    lines.append(f"Or allow it: {_allowed(enough)}.")
     return "\n".join(lines)

@@ -130,6 +130,14 @@ class Guard:
         before = self._planned_for
         return "" if now is None or before is None else difference(before, now)
 
+    @property
+    def _beside_bytes(self) -> int:
+        """What a card needs besides the bytes of tensors, as it was when the plan was made."""
+        predicted = self._predicted
+        if predicted.reserved_bytes is None:
+            return 0
+        return predicted.reserved_bytes + predicted.outside_bytes - predicted.peak_bytes
+
     def _peak(self, model: nn.Module, batch: Any, *, opaque: bool) -> int:
         """Predict the step with this batch.
 
@@ -153,7 +161,7 @@ class Guard:
                 shard=predicted.shard,
                 routing="worst" if predicted.routing == "worst" else "balanced",
             )
-            return follow(found, self._plan).peak_bytes
+            return follow(found, self._plan).peak_bytes + self._beside_bytes
         finally:
             self._resting = False
 

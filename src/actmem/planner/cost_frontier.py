@@ -13,7 +13,7 @@ from actmem.planner.budget_fit import fit_profile
 from actmem.planner.named_modes import named_keeps
 from actmem.planner.solver import smallest_peak
 from actmem.profiles import Profile
-from actmem.simulation import cost_seconds, dtypes_of, follow, plan_of, prediction, resolved
+from actmem.simulation import cost_seconds, dtypes_of, follow, on_card, plan_of, prediction, resolved
 
 __all__ = ["Frontier", "Point", "frontier"]
 
@@ -83,6 +83,7 @@ def frontier(
     if type(num_points) is not int or num_points < 2:
         raise ModeError(f"num_points = {num_points!r} is not permitted. Expected an int of 2 or more.")
     known = resolved(device, dtypes_of(profile))
+    profile = on_card(profile, known)
     seconds = cost_seconds(profile, known)
     modes: list[Point] = []
     for name, mode in NAMED.items():

@@ -1,5 +1,6 @@
 """Find out what a step does by running it, on fake tensors or for real, with nothing held."""
 
+from actmem.profiling.card_autocast import card_autocast
 from actmem.profiling.compiled_step import CompiledRun, CompiledStep, Section
 from actmem.profiling.complaints import called_as
 from actmem.profiling.examples import argument_names, loss_of, named_arguments, shapes_of
@@ -16,6 +17,7 @@ __all__ = [
     "Section",
     "argument_names",
     "called_as",
+    "card_autocast",
     "check_step",
     "generator_states",
     "inputs_of",

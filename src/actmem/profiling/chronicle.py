@@ -15,7 +15,7 @@ it; a replay is assumed to take the most that any of them took.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, final
@@ -55,10 +55,14 @@ from actmem.torchcompat import (
     resolving_bits,
 )
 
-__all__ = ["BackwardBegan", "BackwardEnded", "Chronicle", "TensorDied", "settled"]
+__all__ = ["Allocated", "BackwardBegan", "BackwardEnded", "Chronicle", "Freed", "TensorDied", "changes", "settled"]
 
 _ASKS_DEVICE: Any = torch.ops.prim.device.default
 """What `tensor.device` is on a fake tensor."""
+
+
+_NUMBER_BYTES = 8
+"""What so few bytes hold is a number, which stays on the host."""
 
 
 @final
@@ -89,33 +93,122 @@ class BackwardEnded(LiveEntry):
     live_bytes: int
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Allocated(Entry):
+    """The step allocated a storage. `changes` leaves it out of the log."""
+
+    storage: int
+    num_bytes: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Freed(Entry):
+    """A storage is no longer counted. `changes` leaves it out of the log."""
+
+    storage: int
+
+
 class _Ledger(ByteLedger):
-    """A ledger that numbers the storages it meets, and reports when one of them dies."""
+    """A ledger that numbers all storages, and reports when one is allocated and freed, and when a block's dies."""
 
     def __init__(self, device: torch.device, log: list[Entry]) -> None:
         super().__init__(device)
         self._log = log
-        self._watched: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
         """Key of a living storage -> its number."""
+        self._watched: set[int] = set()
+        """Numbers of the living ones that a block made or read."""
         self.sizes: dict[int, int] = {}
         """Number -> its bytes; of one that died, those that it then had."""
+        self._external: dict[int, tuple[int, int, str]] = {}
+        self.ends = False
+        """The step is over: what is freed from now on is the profiler's doing."""
 
     def number(self, storage: torch.UntypedStorage) -> int:
         """Return the number of a storage that a block made or read."""
         entry = self._live.get(id(storage))
         if entry is None:
             entry = self._open(storage, storage.device, external=True)
-        found = self._watched.get(entry.key)
-        if found is None:
-            found = self._watched[entry.key] = len(self.sizes)
+        found = self._numbers[entry.key]
+        if found not in self._watched:
+            self._watched.add(found)
             # What was not counted while it was alive takes no memory of the step: it is the caller's.
             self.sizes[found] = 0 if entry.external else entry.nbytes
         return found
 
+    def stock(self) -> list[tuple[int, int, str]]:
+        """Return number, bytes and role of what is there when the step begins."""
+        return [(self._numbers[e.key], e.nbytes, e.role or "") for e in self._entries if e.device == self._device]
+
+    def numbers_of(self, holdings: Iterable[tuple[Tensor, str]]) -> dict[str, list[int]]:
+        """Return the numbers of the storages that tensors have now, by their role."""
+        found: dict[str, dict[int, None]] = {}
+        for tensor, role in holdings:
+            for storage in storages_of(tensor):
+                entry = self._live.get(id(storage))
+                if entry is not None:
+                    found.setdefault(role, {})[self._numbers[entry.key]] = None
+        return {role: list(numbers) for role, numbers in found.items()}
+
+    def give(self, storage: torch.UntypedStorage) -> None:
+        """Meet a storage that stands for a saved value: it is no part of the step."""
+        if id(storage) not in self._live:
+            entry = self._open(storage, storage.device, external=True)
+            self._external.pop(self._numbers[entry.key], None)
+
+    def external_stock(self) -> list[tuple[int, int, str]]:
+        """Return the same of what the step read and nobody counts: the batch, constants."""
+        return [each for each in self._external.values() if each[1] > _NUMBER_BYTES]
+
+    def replaced(self, entry: LedgerEntry) -> None:
+        """Let what has just been returned go on under the number of what it takes the place of."""
+        super().replaced(entry)
+        if not entry.nbytes:
+            return
+        number, last = self._numbers.pop(entry.key), self._log[-1] if self._log else None
+        if number in self._watched or not isinstance(last, Allocated) or last.num_bytes != entry.nbytes:
+            self._log.append(Freed(number))
+            self._numbers[entry.key] = number
+            return
+        self._log.pop()
+        key = next(key for key, its in reversed(self._numbers.items()) if its == last.storage)
+        self._numbers[key] = number
+
+    def _open(self, storage: torch.UntypedStorage, device: torch.device, *, external: bool = False) -> LedgerEntry:
+        entry = super()._open(storage, device, external=external)
+        self._numbers[entry.key] = number = len(self.sizes)
+        self.sizes[number] = 0 if external else entry.nbytes
+        if external and device == self._device:
+            self._external[number] = (number, entry.nbytes, "batch")
+        elif self.event >= 0:
+            self._note_birth(entry)
+        return entry
+
+    def _settle(self, entry: LedgerEntry, storage: torch.UntypedStorage) -> bool:
+        counted = not entry.external and entry.death is None and entry.nbytes > 0
+        changed = super()._settle(entry, storage)
+        if changed and self.event >= 0:
+            if counted:
+                self._log.append(Freed(self._numbers[entry.key]))
+            self._note_birth(entry)
+        return changed
+
+    def _note_birth(self, entry: LedgerEntry) -> None:
+        if entry.device == self._device and entry.nbytes:
+            self._log.append(Allocated(self._numbers[entry.key], entry.nbytes))
+
     def _died(self, entry: LedgerEntry) -> None:
+        counted = not entry.external and entry.death is None and entry.device == self._device and entry.nbytes > 0
         super()._died(entry)
-        number = self._watched.pop(entry.key, None)
-        if number is not None:
+        number = self._numbers.pop(entry.key, None)
+        if number is None:
+            return
+        if counted and not self.ends:
+            self._log.append(Freed(number))
+        if number in self._watched:
+            self._watched.discard(number)
             self.sizes[number] = 0 if entry.external else entry.nbytes  # `out=` may have resized it
             self._log.append(StorageDied(number))
 
@@ -342,6 +435,26 @@ def settled(log: list[Entry]) -> list[Entry]:
             found.append(TensorGone(entry.layer, entry.index))
     found.reverse()
     return found
+
+
+def changes(log: list[Entry]) -> tuple[list[Entry], list[tuple[int, int, int]]]:
+    """Split a log into what is left of it, and what was allocated and freed on the way.
+
+    Each change is the position in the log before which it happened, a storage, and its bytes; none if it was freed.
+
+    >>> changes([Allocated(0, 8), StorageDied(3), Freed(0)])
+    ([StorageDied(storage=3)], [(0, 0, 8), (1, 0, 0)])
+    """
+    rest: list[Entry] = []
+    found: list[tuple[int, int, int]] = []
+    for entry in log:
+        if isinstance(entry, Allocated):
+            found.append((len(rest), entry.storage, entry.num_bytes))
+        elif isinstance(entry, Freed):
+            found.append((len(rest), entry.storage, 0))
+        else:
+            rest.append(entry)
+    return rest, found
 
 
 watches(__file__)

@@ -4,7 +4,9 @@ NOTE [ Equal blocks ]
 On fake tensors, the second and later of several equal blocks, called with arguments of equal shapes, would do what the
 first did. So they are not run. Their outputs, and in the backward pass the gradients of their inputs, are made from
 nothing, and when the step is over the log of the first is put where theirs would be, with its storages renamed. What
-is alive is known exactly on both sides of the gap, so it is known in it.
+is alive is known exactly on both sides of the gap, so it is known in it. Which storage is which on both sides follows
+from what was allocated and freed: a gradient that was made from nothing is the one of the same size that the first
+block left.
 
 In the fake copy of the model, equal blocks are the same module: the others need no copy.
 
@@ -34,7 +36,7 @@ from actmem.engine import has_bytes, put_together, take_apart
 from actmem.log_entries import Entered, Entry, LayerEntry, Left, StorageDied, Unpacked
 from actmem.measuring import storages_of
 from actmem.profiles import Layer
-from actmem.profiling.chronicle import BackwardBegan, BackwardEnded, Chronicle
+from actmem.profiling.chronicle import Allocated, BackwardBegan, BackwardEnded, Chronicle, Freed
 from actmem.profiling.reads import Reads
 from actmem.torchcompat import without_dispatch_modes
 
@@ -293,37 +295,88 @@ def expand(
     every = dict(layers)
     shift = 0
     renamed: dict[int, dict[int, int]] = {}
-    inside = -1
-    for entry in log:
-        if inside >= 0 and not (isinstance(entry, (Left, BackwardEnded)) and entry.layer == inside):
-            if not isinstance(entry, StorageDied):
-                return None  # something ran where nothing should have
-            done.append(entry)
-            continue
+    same: dict[int, int] = {}
+    """A storage that a skipped call made from nothing -> the one that its template left in its place."""
+    at = 0
+    while at < len(log):
+        entry, at = log[at], at + 1
         match entry:
             case Entered(layer, live_bytes) if layer in waiting:
                 s = waiting[layer]
                 every[layer], renamed[layer] = _renamed(layers[s.template.layer], s, sizes)
-                part = forward[s.template.layer]
                 done.append(entry.shifted(shift))
-                done += part.moved(layer, renamed[layer], live_bytes + shift)
-                inside = layer
-            case Left(layer) if layer in waiting:
-                inside = -1
-                done.append(entry.shifted(shift))
+                gap = _Gap(log, at, Left, layer)
+                done += gap.filled(forward[s.template.layer], renamed[layer], live_bytes + shift, same, sizes)
+                at = gap.end
             case BackwardBegan(layer, live_bytes) if layer in waiting:
                 part = backward[waiting[layer].template.layer]
-                done += part.moved(layer, renamed[layer], live_bytes + shift)
+                gap = _Gap(log, at, BackwardEnded, layer)
+                done += gap.filled(part, renamed[layer], live_bytes + shift, same, sizes)
                 shift += part.added_bytes + live_bytes
-                inside = layer
+                at = gap.end
             case BackwardEnded(layer, live_bytes) if layer in waiting:
-                inside = -1
                 shift -= live_bytes
+                continue
             case BackwardBegan() | BackwardEnded():
-                pass
+                continue
+            case Freed(storage):
+                done.append(Freed(same.get(storage, storage)))
+                continue
             case _:
                 done.append(entry.shifted(shift))
+                continue
+        if gap.is_busy:
+            return None  # something ran where nothing should have
     return done, every
+
+
+class _Gap:
+    """Where a call was skipped: what the log has there instead of its operators."""
+
+    def __init__(self, log: list[Entry], begin: int, last: type[Left | BackwardEnded], layer: int) -> None:
+        self._layer = layer
+        self.end = begin
+        while self.end < len(log) and not (isinstance(e := log[self.end], last) and e.layer == layer):
+            self.end += 1
+        self._entries = log[begin : self.end]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything but storages came and went there."""
+        return any(not isinstance(e, (StorageDied, Allocated, Freed)) for e in self._entries)
+
+    def filled(
+        self, part: _Part, names: dict[int, int], live_bytes: int, same: dict[int, int], sizes: dict[int, int]
+    ) -> list[Entry]:
+        """Return what the template did, with the storages that are on both sides of the gap."""
+        made = [e for e in self._entries if isinstance(e, Allocated)]
+        freed = [same.get(e.storage, e.storage) for e in self._entries if isinstance(e, Freed)]
+        for storage in part.freed_from_outside:  # such as the gradient of the output
+            if storage not in names:
+                match = next((s for s in freed if sizes[s] == sizes[storage]), None)
+                if match is not None:
+                    freed.remove(match)
+                    names[storage] = match
+        done = list(part.moved(self._layer, names, live_bytes, sizes))
+        done += [e for e in self._entries if isinstance(e, StorageDied)]
+        begun = {e.storage for e in done if isinstance(e, Allocated)}
+        left = [names[s] for s in part.left_for_later]
+        for entry in made:
+            if entry.storage in begun:
+                left = [s for s in left if s != entry.storage]
+                continue
+            match = next((s for s in left if sizes[s] == entry.num_bytes), None)
+            if match is not None:
+                left.remove(match)
+            else:  # perhaps it goes on in the place of what is freed here
+                match = next((s for s in freed if sizes[s] == entry.num_bytes), None)
+                if match is not None:
+                    freed.remove(match)
+            if match is None:
+                done.append(entry)
+            else:
+                same[entry.storage] = match
+        return done + [Freed(s) for s in (*left, *freed)]
 
 
 class _Part:
@@ -351,19 +404,34 @@ class _Part:
         self._live_bytes = opened.live_bytes
         self.added_bytes = closed.live_bytes - opened.live_bytes
         """How many more bytes are alive when it is over."""
+        allocated = {e.storage: None for e in self._entries if isinstance(e, Allocated)}
+        freed = [e.storage for e in self._entries if isinstance(e, Freed)]
+        later = {e.storage for e in log[end:] if isinstance(e, Freed)}
+        self.freed_from_outside = [s for s in freed if s not in allocated]
+        self.left_for_later = [s for s in allocated if s not in set(freed) and s in later]
+        """What it allocated and others free: its outputs, the gradients of its inputs."""
 
-    def moved(self, layer: int, names: dict[int, int], live_bytes: int) -> Iterator[Entry]:
+    def moved(self, layer: int, names: dict[int, int], live_bytes: int, sizes: dict[int, int]) -> Iterator[Entry]:
         """Yield what another layer would do.
 
         Args:
             layer: number of its call.
-            names: the template's storages -> its own.
+            names: the template's storages -> its own; those that it allocates here are added.
             live_bytes: what is alive when it begins.
+            sizes: bytes of the numbered storages; those of the new ones are added.
         """
         shift = live_bytes - self._live_bytes
         for entry in self._entries:
             if isinstance(entry, StorageDied):
                 yield StorageDied(names.get(entry.storage, entry.storage))
+            elif isinstance(entry, Allocated):
+                if entry.storage not in names:
+                    names[entry.storage] = number = len(sizes)
+                    sizes[number] = entry.num_bytes
+                yield Allocated(names[entry.storage], entry.num_bytes)
+            elif isinstance(entry, Freed):
+                if entry.storage in names:
+                    yield Freed(names[entry.storage])
             elif isinstance(entry, LayerEntry):
                 yield entry.moved(layer, shift)
             elif not isinstance(entry, (BackwardBegan, BackwardEnded)):

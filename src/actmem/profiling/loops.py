@@ -156,7 +156,7 @@ class _Loop:
         chronicle = _Phased(device, least_seconds=least_seconds, mode=mode, holdings=self._holdings)
         session = Session(self._model, found, device, accumulates=False, chronicle=chronicle)
         with self._arrivals(chronicle), self._preserved:
-            session.run_step(self._step, self._holdings())
+            session.run_step(self._step, self._holdings)
         seen = session.profile(
             **facts,
             routing="real",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,11 +13,19 @@ from torch import Tensor, nn
 
 from actmem.measuring import measure
 from actmem.modes import check_optimizer
+from actmem.profiling.chronicle import Allocated, Chronicle, Freed
 from actmem.torchcompat import FakeTensor, FakeTensorMode
 
-__all__ = ["optimizer_bytes"]
+__all__ = ["optimizer_bytes", "optimizer_on_card"]
 
-_CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+_NUM_ELEMENTS = 1024
+"""Of a parameter that stands for all of its dtype: enough to tell tensors of its shape from counters."""
+_CLASSES: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "adamw_fused": functools.partial(torch.optim.AdamW, fused=True),
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
 
 
 def optimizer_bytes(
@@ -52,6 +61,60 @@ def optimizer_bytes(
     return state, transient
 
 
+def optimizer_on_card(
+    parameters: Iterable[Tensor], name: str | None, *, dtype: torch.dtype | None = None
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Return what an optimizer takes on a card: the bytes of its state, and what a step allocates and frees.
+
+    On a card, torch's optimizers work on all parameters at once (`foreach`) unless told otherwise: for a moment there
+    is a tensor more for each of them. Counters stay on the host.
+
+    >>> state, step = optimizer_on_card([nn.Parameter(torch.empty(256, 256))], "adamw")
+    >>> state, sum(size for _, size in step)
+    ((262144, 262144), 262144)
+    """
+    check_optimizer(name)
+    if name is None:
+        return (), ()
+    groups: dict[torch.dtype, list[int]] = {}
+    trained = [p for p in parameters if p.requires_grad]
+    for p in trained:
+        groups.setdefault(p.dtype, []).append(p.numel())
+    state: dict[torch.dtype, list[int]] = {}
+    found: list[tuple[int, int]] = []
+    for kind, sizes in groups.items():
+        state[kind], step = _on_card(_CLASSES[name], kind)
+        for nth, item_bytes in step:  # a list with a tensor for each parameter; lists are freed from their end
+            numbers = range(nth * len(trained), nth * len(trained) + len(sizes))
+            each = list(zip(numbers, sizes, strict=True))
+            found += [(k, n * item_bytes) for k, n in each] if item_bytes else [(k, 0) for k, _ in reversed(each)]
+    stock = [p.numel() * (item if dtype is None else dtype.itemsize) for p in trained for item in state[p.dtype]]
+    return tuple(stock), tuple(found)
+
+
+def _on_card(kind: Any, dtype: torch.dtype) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the bytes per element of an optimizer's state, and of what its step allocates and frees."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = _parameter((_NUM_ELEMENTS,), dtype, mode)
+        optimizer = kind([fake], **_way(kind, together=True))
+        optimizer.step()  # makes the state
+        state = [t.itemsize for key, t in optimizer.state[fake].items() if isinstance(t, Tensor) and key != "step"]
+        chronicle = Chronicle(torch.device("cpu"))
+        chronicle.ledger.add_base(fake, "parameters")
+        chronicle.ledger.begin()
+        with chronicle:
+            optimizer.step()
+    log = [e for e in chronicle.log if isinstance(e, (Allocated, Freed))]
+    names: dict[int, int] = {}
+    found: list[tuple[int, int]] = []
+    for e in log:
+        if isinstance(e, Allocated) and e.num_bytes >= _NUM_ELEMENTS:
+            found.append((names.setdefault(e.storage, len(names)), e.num_bytes // _NUM_ELEMENTS))
+        elif isinstance(e, Freed) and e.storage in names:
+            found.append((names[e.storage], 0))
+    return state, found
+
+
 def _pairs(trained: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return a short list of shapes in which shapes that are neighbours among the parameters are neighbours too."""
     shapes = [(tuple(p.shape), p.dtype) for p in trained]
@@ -69,12 +132,17 @@ def _of(
 ) -> tuple[int, int, int]:
     """Return the bytes of an optimizer's parameter-shaped state, of its counters, and of its step."""
     parameters = [_parameter(shape, dtype, mode) for shape, dtype in shapes]
-    optimizer = kind(parameters, foreach=together)
+    optimizer = kind(parameters, **_way(kind, together=together))
     optimizer.step()  # makes the state
     state = [(n, t.nbytes) for s in optimizer.state.values() for n, t in s.items() if isinstance(t, Tensor)]
     counters = sum(size for name, size in state if name == "step")
     transient = measure(optimizer.step, optimizer=optimizer).step_bytes
     return sum(size for _, size in state) - counters, counters, transient
+
+
+def _way(kind: Any, *, together: bool) -> dict[str, bool]:
+    """Return how an optimizer is told to step. A fused one has no other way."""
+    return {} if isinstance(kind, functools.partial) else {"foreach": together}
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, mode: Any) -> nn.Parameter:

@@ -466,6 +466,7 @@ def _unpack(handle: Any) -> Tensor:
             tensor = torch.empty_strided(handle.size, handle.stride, dtype=handle.dtype, device=handle.tape.device)
         if handle.bits:
             tensor = see(tensor, handle.size, handle.stride, tensor.storage_offset(), handle.dtype, handle.bits)
+    phantom.chronicle.ledger.give(tensor.untyped_storage())
     phantom.give(tensor.untyped_storage())
     return tensor
 

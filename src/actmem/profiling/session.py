@@ -16,7 +16,7 @@ from actmem.errors import UnsupportedError
 from actmem.log_entries import Entered, Left, PhaseBegan, StorageDied
 from actmem.measuring import watching_resizes
 from actmem.profiles import COPY, Call, Cost, Layer, Profile, Value
-from actmem.profiling.chronicle import BackwardBegan, BackwardEnded, Chronicle, settled
+from actmem.profiling.chronicle import BackwardBegan, BackwardEnded, Chronicle, changes, settled
 from actmem.profiling.complaints import for_real
 from actmem.profiling.equal_blocks import Skipped, Template, expand, numbers_of, signature, skip
 from actmem.profiling.examples import loss_of
@@ -81,6 +81,9 @@ class Session:
         """What each call that was run made, and the bytes and shapes of its arguments."""
         self._state = frozenset(storages_of([*model.parameters(), *model.buffers()]))
         self._gradients = 0
+        self._base: list[tuple[int, int, str]] = []
+        """Its storages: number, bytes and role."""
+        self._carried: tuple[tuple[int, int], ...] = ()
         self._stock: dict[str, int] = {}
         """Bytes alive when a step of the user's own loop begins, by role."""
         self.unused: frozenset[str] = frozenset()
@@ -137,21 +140,32 @@ class Session:
             for p, grad in before:
                 p.grad = grad
 
-    def run_step(self, step: Callable[[], object], holdings: Iterable[tuple[Tensor, str]]) -> None:
+    def run_step(self, step: Callable[[], object], holdings: Callable[[], Iterable[tuple[Tensor, str]]]) -> None:
         """Run a step of the user's own loop.
 
         Args:
             step: the step.
-            holdings: the counted tensors that exist when it begins, each with its role.
+            holdings: returns the counted tensors that there are, each with its role.
         """
         ledger = self._chronicle.ledger
-        for tensor, role in holdings:
-            before = ledger.main.live_bytes
+        for tensor, role in holdings():
+            before_bytes = ledger.main.live_bytes
             ledger.add_base(tensor, role)
-            self._stock[role] = self._stock.get(role, 0) + ledger.main.live_bytes - before
+            self._stock[role] = self._stock.get(role, 0) + ledger.main.live_bytes - before_bytes
+            del tensor  # the step may replace it, and the last one would live on here
+        self._base = ledger.stock()
         ledger.begin()
+        before = ledger.numbers_of(holdings())
         with self._watching():
             step()
+            after = ledger.numbers_of(holdings())
+        self._carried = tuple(
+            pair
+            for role, numbers in before.items()
+            if len(numbers) == len(after.get(role, ()))
+            for pair in zip(numbers, after[role], strict=True)
+            if pair[0] != pair[1]
+        )
 
     @contextlib.contextmanager
     def _watching(self) -> Generator[None]:
@@ -162,6 +176,7 @@ class Session:
         try:
             with watching_resizes(self._chronicle.ledger.resized), self._chronicle:
                 yield
+            self._chronicle.ledger.ends = True
         finally:
             for block in self._found:
                 vars(block.module).pop("forward", None)
@@ -326,7 +341,8 @@ class Session:
         expanded = expand(settled(self._chronicle.log), layers, self._skipped, sizes)
         if expanded is None:
             return None
-        log, layers = expanded
+        log, memory = changes(expanded[0])
+        layers = expanded[1]
         for s in self._skipped:
             layers[s.layer] = replace(layers[s.layer], path=self._blocks[s.layer].path)
         skipped = [p for s in self._skipped for p in self._blocks[s.layer].module.parameters() if p.requires_grad]
@@ -348,8 +364,28 @@ class Session:
             "layers": tuple(layers[i] for i in range(len(layers))),
             "log": tuple(log),
             "storages": sizes,
+            "memory": tuple(memory),
+            "stock": self._stock_of(sizes),
+            "carried": self._carried,
         }
         return Profile(**(found | facts))
+
+    def _stock_of(self, sizes: dict[int, int]) -> tuple[tuple[int, int, str], ...]:
+        """Return number, bytes and role of what is there when the step begins, the caller's tensors included."""
+        external = self._chronicle.ledger.external_stock()
+        if self._stock:
+            return (*self._base, *external)
+        model = self._original
+        found: list[tuple[int, int, str]] = []
+        kinds = (("parameters", model.parameters()), ("buffers", model.buffers()))
+        for role, tensors_there in kinds:
+            for tensor in tensors_there:
+                found.append((len(sizes) + len(found), tensor.nbytes, role))
+        if self._accumulates:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            found += [(len(sizes) + len(found) + n, p.nbytes, "gradients") for n, p in enumerate(trained)]
+        sizes |= {number: num_bytes for number, num_bytes, _ in found}
+        return (*found, *external)
 
 
 def _with_copy(costs: tuple[Cost, ...]) -> tuple[Cost, ...]:

@@ -21,7 +21,7 @@ from actmem.profiling.equal_blocks import identity
 from actmem.profiling.examples import shapes_of
 from actmem.profiling.fake_model import Assuming, fake_batch, fake_copy
 from actmem.profiling.loops import profile_loop
-from actmem.profiling.optimizer_state import optimizer_bytes
+from actmem.profiling.optimizer_state import optimizer_bytes, optimizer_on_card
 from actmem.profiling.restored_state import Restored
 from actmem.profiling.session import Session
 from actmem.profiling.shards import sharded, with_optimizer, without_gradients
@@ -142,12 +142,16 @@ def profiles(
         dtype=optimizer_dtype,
         together=device.type not in ("cpu", "meta"),
     )
+    stock, memory = optimizer_on_card(
+        [p for name, p in model.named_parameters() if name not in unused], optimizer, dtype=optimizer_dtype
+    )
     absent = sum(p.nbytes for name, p in model.named_parameters() if name in unused)
     trained = sorted(
         {str(optimizer_dtype or p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
     )
     called = "none" if optimizer is None else f"{optimizer}, {' and '.join(trained) or 'nothing to train'}"
-    return [sharded(with_optimizer(without_gradients(p, absent), called, state, transient), shard) for p, _ in seen]
+    whole = [with_optimizer(without_gradients(p, absent), called, state, transient) for p, _ in seen]
+    return [sharded(replace(p, optimizer_stock=stock, optimizer_memory=memory), shard) for p in whole]
 
 
 def _check(

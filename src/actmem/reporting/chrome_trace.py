@@ -35,7 +35,7 @@ def timeline(profile: Profile, plan: Plan, device: Device | str | None = None) -
     >>> import torch, actmem
     >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
     >>> found = actmem.profile(model, (torch.randn(64, 8),), loss=torch.sum)
-    >>> plan = actmem.fit(model, (torch.randn(64, 8),), loss=torch.sum, budget="1MiB", device="h100-80gb")
+    >>> plan = actmem.fit(model, (torch.randn(64, 8),), loss=torch.sum, budget="2GiB", device="h100-80gb")
     >>> sorted({event["ph"] for event in timeline(found, plan)["traceEvents"]})
     ['C', 'M', 'X']
     """

@@ -22,6 +22,7 @@ from actmem.simulation import (
     Simulated,
     cost_seconds,
     dtypes_of,
+    on_card,
     peak_words,
     plan_of,
     prediction,
@@ -68,7 +69,7 @@ def build(
     >>> import torch, actmem
     >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
     >>> batch = (torch.randn(64, 8),)
-    >>> plan = actmem.fit(model, batch, loss=torch.sum, budget="20KiB", device="h100-80gb", headroom=0)
+    >>> plan = actmem.fit(model, batch, loss=torch.sum, budget="2GiB", device="h100-80gb")
     >>> found = actmem.profile(model, batch, loss=torch.sum)
     >>> data = build(found, plan, "h100-80gb", name="three layers", num_plans=3)
     >>> [view.peak_bytes <= view.budget_bytes for view in data.plans if view.asked]
@@ -77,6 +78,7 @@ def build(
     if type(num_plans) is not int or num_plans < 2:
         raise ModeError(f"num_plans = {num_plans!r} is not permitted. Expected an int of 2 or more, such as 24.")
     known = resolved(device, dtypes_of(profile))
+    profile = on_card(profile, known)
     asked = plan_of(profile, plan)
     seconds = cost_seconds(profile, known)
     if asked.predicted is None:

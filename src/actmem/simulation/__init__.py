@@ -3,13 +3,17 @@
 - `tape_emulator.py` holds what a tape would hold, by the tape's own rules; `room.py` counts the bytes, `flight.py`
   those that are in flight; `simulator.py` walks the log of a profile with them, for all questions about a plan.
 - `plan_effect.py` resolves a plan for every operator of a profile and says what its step takes; `step_cost.py` says for
-  which device, and how long. `predictor.py` puts both together.
+  which device, and how long; `card_kernels.py` puts a card's operators in the place of the CPU's, and `card_memory.py`
+  runs a step's allocations through torch's caching allocator, and says what a card must have. `predictor.py` puts
+  them together.
 - `step_walk.py` and `peaks.py` divide the bytes of each moment by what they are for.
 - `peak_moments.py` and `transfer_links.py` answer for thousands of plans, for the planner.
 
 Nothing here chooses a plan: that is `actmem.planner`.
 """
 
+from actmem.simulation.card_kernels import on_card, unknowns
+from actmem.simulation.card_memory import CardMemory, card_memory
 from actmem.simulation.peak_moments import NEVER, Effect, LayerFamily, Timeline
 from actmem.simulation.peaks import lowering, peak_words
 from actmem.simulation.plan_effect import decisions, follow
@@ -22,6 +26,7 @@ from actmem.simulation.transfer_links import Link, Traffic
 __all__ = [
     "NAMES",
     "NEVER",
+    "CardMemory",
     "Effect",
     "Ground",
     "LayerFamily",
@@ -31,6 +36,7 @@ __all__ = [
     "Simulated",
     "Timeline",
     "Traffic",
+    "card_memory",
     "cost_seconds",
     "decisions",
     "dtypes_of",
@@ -38,6 +44,7 @@ __all__ = [
     "is_accelerator",
     "is_measured",
     "lowering",
+    "on_card",
     "peak_words",
     "plan_of",
     "predict",
@@ -45,5 +52,6 @@ __all__ = [
     "resolved",
     "simulate",
     "step_seconds",
+    "unknowns",
     "walk",
 ]

@@ -6,7 +6,7 @@ The window is the offloader's own. See NOTE [ The window ].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +31,8 @@ class Sent:
     """It was prefetched, and nobody has asked for it yet."""
     was_taken: bool = False
     """It was still in memory, and was given back unchanged."""
+    room_taken: list[Copy] = field(default_factory=list[Copy])
+    """What it takes while it is in flight, where it is no storage of the program."""
 
 
 @dataclass(frozen=True)
@@ -155,13 +157,13 @@ class Flight:
         if sent.storage >= 0:
             self._room.hold(sent.storage)
         else:
-            self._room.add(sent.num_bytes, TRANSFERS)
+            sent.room_taken.append(Copy(self._room, sent.num_bytes, TRANSFERS))
 
     def _let_go(self, sent: Sent) -> None:
         if sent.storage >= 0:
             self._room.release(sent.storage)
         else:
-            self._room.add(-sent.num_bytes, TRANSFERS)
+            sent.room_taken.pop()
 
 
 class Away:
@@ -189,8 +191,7 @@ class Away:
             lease = Lease(room, sent.storage)
             room.release(sent.storage)
             return lease
-        room.add(-sent.num_bytes, TRANSFERS)
-        return Copy(room, sent.num_bytes, TRANSFERS)
+        return sent.room_taken.pop()
 
     def __del__(self) -> None:
         if self._flight is not None and self._sent is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from actmem.offloading import bound_of
 from actmem.plan import Plan
 from actmem.profiles import Layer, Profile
 from actmem.simulation.flight import InFlight
-from actmem.simulation.simulator import Simulated, simulate
+from actmem.simulation.simulator import Simulated, Watcher, simulate
 
 __all__ = ["decisions", "follow"]
 
@@ -28,8 +28,18 @@ def follow(
     timeline: bool = False,
     on_top: bool = False,
     keeps: Sequence[Sequence[Decision]] | None = None,
+    watcher: Callable[[], Watcher] | None = None,
 ) -> Simulated:
-    """Simulate a step from the third on, when the smallest cuts are known. `keeps` is what the rules say, if known."""
+    """Simulate a step from the third on, when the smallest cuts are known.
+
+    Args:
+        profile: what the step does.
+        plan: what is decided.
+        timeline: as for `simulate`.
+        on_top: as for `simulate`.
+        keeps: what the rules say, if known.
+        watcher: makes a new one for each attempt: the last one saw the step that is returned.
+    """
     keeps = decisions(profile, plan) if keeps is None else keeps
     options: dict[str, Any] = {"exact": plan.exact, "timeline": timeline, "on_top": on_top}
     if plan.offload is not None:
@@ -40,14 +50,16 @@ def follow(
         }
     said = _verdicts_of(profile, plan)
     options["plain"] = [verdicts is None or verdicts.keeps_everything for verdicts in said]
-    first = simulate(profile, keeps, **options)
+    first = simulate(profile, keeps, **options, watcher=None if watcher is None else watcher())
     options |= {"in_flight": _in_flight(plan, first)}
     if plan.exact:
-        return first if not first.sent_bytes else simulate(profile, keeps, **options)
+        if not first.sent_bytes:
+            return first
+        return simulate(profile, keeps, **options, watcher=None if watcher is None else watcher())
     forced = _cuts(profile, first, [verdicts is not None and verdicts.offloads for verdicts in said])
     if not any(forced) and not first.sent_bytes:
         return first
-    return simulate(profile, keeps, forced=forced, **options)
+    return simulate(profile, keeps, forced=forced, **options, watcher=None if watcher is None else watcher())
 
 
 def _in_flight(plan: Plan, found: Simulated) -> InFlight | None:

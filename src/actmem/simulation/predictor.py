@@ -9,6 +9,8 @@ from actmem.errors import ModeError, PlanError
 from actmem.modes import FromPlan, Mode
 from actmem.plan import Plan
 from actmem.profiles import Profile
+from actmem.simulation.card_kernels import on_card, unknowns
+from actmem.simulation.card_memory import card_memory
 from actmem.simulation.peaks import peak_words
 from actmem.simulation.plan_effect import follow
 from actmem.simulation.simulator import Simulated
@@ -23,7 +25,8 @@ class Prediction:
 
     peak_bytes: int
     """The most bytes that are alive at any moment of a step, as `Measurement.peak_bytes` counts them: with the states
-    of generators that replays need, and, if the profile is of a real step on a CPU, with the workspaces of kernels."""
+    of generators that replays need, and, if the profile is of a real step on a CPU, with the workspaces of kernels. On
+    a card: what torch counts as allocated (`max_memory_allocated`), with rounding, tails and workspaces."""
     tensor_bytes: int
     """The same without these two, as `Measurement.tensor_bytes` counts."""
     peak_op: str
@@ -42,6 +45,15 @@ class Prediction:
     """Bytes that are offloaded, and come back."""
     timeline: tuple[int, ...]
     """Bytes alive after each operator, in chronological order."""
+    reserved_bytes: int | None = None
+    """What torch takes from a card's driver (`max_memory_reserved`): the simulated caching allocator, over several
+    steps. None on a device that it does not serve."""
+    outside_bytes: int = 0
+    """What of the card lies outside torch: kept by the driver, context, kernels."""
+    live_bytes: int = 0
+    """The bytes of the tensors that are alive at the peak, on every device."""
+    assumptions: tuple[str, ...] = ()
+    """What is not known of the card's kernels."""
     step: tuple[Profile, Plan] | None = field(default=None, repr=False, compare=False)
     """What was predicted, from which the text is made."""
 
@@ -66,18 +78,31 @@ def predict(profile: Profile, plan: Plan | Mode, device: Device | str | None = N
     Args:
         profile: what the step does, as `profile` found it.
         plan: a plan for the same model, or a mode.
-        device: whose speed to take: a name such as "h100-80gb", or a `Device`. Default: this machine.
+        device: whose speed and kernels to take: a name such as "h100-80gb", or a `Device`. Default: this machine.
 
     >>> import torch, actmem
     >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
     >>> found = actmem.profile(model, (torch.randn(2, 8),), loss=torch.sum, optimizer=None)
     >>> actmem.predict(found, actmem.Full(), "h100-80gb").replayed_flops
     768
+    >>> actmem.predict(found, actmem.Full(), "h100-80gb").reserved_bytes // 2**20  # cuBLAS has two workspaces
+    66
     """
     plan = plan_of(profile, plan)
-    simulated = follow(profile, plan, timeline=True)
-    seconds = cost_seconds(profile, resolved(device, dtypes_of(profile)))
-    return replace(prediction(profile, simulated, seconds), step=(profile, plan))
+    known = resolved(device, dtypes_of(profile))
+    profile = on_card(profile, known)
+    seconds = cost_seconds(profile, known)
+    if not known.has_caching_allocator:
+        return replace(prediction(profile, follow(profile, plan, timeline=True), seconds), step=(profile, plan))
+    memory, simulated = card_memory(profile, plan, known)
+    return replace(
+        prediction(profile, simulated, seconds),
+        peak_bytes=memory.allocated_bytes,
+        reserved_bytes=memory.reserved_bytes,
+        outside_bytes=memory.outside_bytes,
+        assumptions=unknowns(profile),
+        step=(profile, plan),
+    )
 
 
 def prediction(profile: Profile, simulated: Simulated, seconds: list[float]) -> Prediction:
@@ -96,6 +121,7 @@ def prediction(profile: Profile, simulated: Simulated, seconds: list[float]) -> 
         step_seconds=step_seconds(profile, seconds),
         sent_bytes=simulated.sent_bytes,
         timeline=tuple(live for _, live in simulated.timeline),
+        live_bytes=simulated.peak_bytes,
     )
 
 

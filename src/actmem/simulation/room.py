@@ -7,13 +7,30 @@ the lifetimes of a prediction are those of the tape, by reference count alone.
 from __future__ import annotations
 
 import weakref
+from typing import Protocol
 
 from actmem.engine import Value
 
-__all__ = ["REPLAYED", "SAVED", "STATES", "TRANSFERS", "Copy", "Lease", "Room"]
+__all__ = ["REPLAYED", "SAVED", "STATES", "TRANSFERS", "Copy", "Lease", "Listener", "Room"]
 
 SAVED, TRANSFERS, REPLAYED, STATES = "saved", "transfers", "replayed", "states"
 """What bytes are: held or copied in forward, fetched, recomputed, or states of generators."""
+
+
+class Listener(Protocol):
+    """Whoever wants to know each allocation by itself, and not only how many bytes there are."""
+
+    def taken(self, num_bytes: int) -> int:
+        """Note private bytes. Return the name under which they are given back."""
+        ...
+
+    def given_back(self, name: int) -> None:
+        """Note that private bytes are free."""
+        ...
+
+    def freed(self, storage: int) -> None:
+        """Note that nobody holds a storage of the program any more."""
+        ...
 
 
 class Room:
@@ -27,6 +44,7 @@ class Room:
         self.extra_bytes = 0
         self.bytes_of = {SAVED: 0, TRANSFERS: 0, REPLAYED: 0, STATES: 0}
         """The same bytes, by kind."""
+        self.listener: Listener | None = None
 
     def add(self, num_bytes: int, kind: str) -> None:
         """Count bytes, or fewer of them."""
@@ -42,12 +60,20 @@ class Room:
         left = self._num_leases[storage] = self._num_leases[storage] - 1
         if not left and storage in self._dead:
             self.add(-self._sizes.get(storage, 0), SAVED)
+            if self.listener is not None:
+                self.listener.freed(storage)
 
     def die(self, storage: int) -> None:
         """Note that the program released a storage."""
         self._dead.add(storage)
         if self._num_leases.get(storage, 0):
             self.add(self._sizes.get(storage, 0), SAVED)
+        elif self.listener is not None:
+            self.listener.freed(storage)
+
+    def is_held(self, storage: int) -> bool:
+        """Return whether anybody but the program holds a storage."""
+        return self._num_leases.get(storage, 0) > 0
 
     def is_dead(self, storage: int) -> bool:
         """Return whether the program released a storage."""
@@ -91,11 +117,16 @@ class Lease:
 class Copy:
     """Private bytes: copied, fetched or recomputed."""
 
-    __slots__ = ("_kind", "_num_bytes", "_room")
+    __slots__ = ("_kind", "_name", "_num_bytes", "_room")
 
     def __init__(self, room: Room, num_bytes: int, kind: str) -> None:
         self._room, self._num_bytes, self._kind = room, num_bytes, kind
         room.add(num_bytes, kind)
+        told = room.listener is not None and kind is not STATES  # a card's generators keep their states on the host
+        self._name = room.listener.taken(num_bytes) if told and room.listener is not None else -1
 
     def __del__(self) -> None:
-        self._room.add(-self._num_bytes, self._kind)
+        room = self._room
+        room.add(-self._num_bytes, self._kind)
+        if self._name >= 0 and room.listener is not None:
+            room.listener.given_back(self._name)

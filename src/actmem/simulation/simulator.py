@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from actmem.decisions import Decision, Reason
 from actmem.log_entries import (
@@ -32,10 +32,10 @@ from actmem.log_entries import (
 )
 from actmem.profiles import COPY, Profile
 from actmem.simulation.flight import Flight, InFlight
-from actmem.simulation.room import REPLAYED, SAVED, STATES, TRANSFERS, Room
+from actmem.simulation.room import REPLAYED, SAVED, STATES, TRANSFERS, Listener, Room
 from actmem.simulation.tape_emulator import Emulated, Fate
 
-__all__ = ["ON_TAPE", "OnTop", "Simulated", "replayed_cost", "simulate"]
+__all__ = ["ON_TAPE", "OnTop", "Simulated", "Watcher", "replayed_cost", "simulate"]
 
 ON_TAPE: Mapping[type, Callable[[Emulated, int], None]] = {
     CallRan: Emulated.call,
@@ -46,6 +46,22 @@ ON_TAPE: Mapping[type, Callable[[Emulated, int], None]] = {
     TensorGone: Emulated.lose,
 }
 """What the tape of a layer does at an entry about its call, handle or tensor `index`. See also `Emulated.unpack`."""
+
+
+class Watcher(Listener, Protocol):
+    """Whoever is told of each allocation of a step, and of what goes on in between."""
+
+    def allocated(self, storage: int, num_bytes: int) -> None:
+        """Note that the program allocated a storage."""
+        ...
+
+    def passed(self, entry: Entry) -> None:
+        """Note an entry of the log, after what it caused."""
+        ...
+
+    def replayed(self, cost: int) -> None:
+        """Note that an operator ran again, after what it allocated."""
+        ...
 
 
 class OnTop(NamedTuple):
@@ -106,6 +122,7 @@ def simulate(
     plain: Sequence[bool] | None = None,
     timeline: bool = False,
     on_top: bool = False,
+    watcher: Watcher | None = None,
 ) -> Simulated:
     """Walk through the log of a profile with the decisions of every layer.
 
@@ -120,8 +137,9 @@ def simulate(
         plain: for each layer, whether the plan has nothing to say there.
         timeline: whether to return the bytes after each operator.
         on_top: whether to return what the plan adds to them, too.
+        watcher: who is told of each allocation by itself.
     """
-    walk = _Walk(profile, in_flight, timeline=timeline, on_top=on_top)
+    walk = _Walk(profile, in_flight, timeline=timeline, on_top=on_top, watcher=watcher)
     for i, (layer, keep) in enumerate(zip(profile.layers, keeps, strict=True)):
         cut = None if forced is None else forced[i]
         walk.layers.append(
@@ -138,6 +156,7 @@ def simulate(
             )
         )
     walk.run()
+    walk.room.listener = None
     return Simulated(
         peak_bytes=walk.peak,
         tensor_bytes=walk.tensor_peak,
@@ -167,8 +186,17 @@ def replayed_cost(profile: Profile, layer: int, call: int) -> int:
 class _Walk:
     """A step in progress."""
 
-    def __init__(self, profile: Profile, in_flight: InFlight | None, *, timeline: bool, on_top: bool) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        in_flight: InFlight | None,
+        *,
+        timeline: bool,
+        on_top: bool,
+        watcher: Watcher | None,
+    ) -> None:
         self.room = Room(dict(profile.storages))
+        self.room.listener = self._watcher = watcher
         self.flight = None if in_flight is None else in_flight.begin(self.room)
         self.layers: list[Emulated] = []
         self.held: list[tuple[int, ...]] = [()] * len(profile.layers)
@@ -204,9 +232,34 @@ class _Walk:
             PhaseBegan: self._phase,
             GradientsCounted: self._count_gradients,
         }
+        if self._watcher is not None:
+            self._run_watched(takers, self._watcher)
+            return
         for at, entry in enumerate(self._profile.log):
             self._at = at
             takers[type(entry)](entry)
+
+    def _run_watched(self, takers: Mapping[type[Entry], Callable[[Any], None]], watcher: Watcher) -> None:
+        """Do the same, and tell a watcher what the program itself allocates and frees."""
+        changes = iter(self._profile.memory)
+        change = next(changes, None)
+        for at, entry in enumerate(self._profile.log):
+            self._at = at
+            while change is not None and change[0] <= at:
+                self._tell(change, watcher)
+                change = next(changes, None)
+            takers[type(entry)](entry)
+            watcher.passed(entry)
+        while change is not None:
+            self._tell(change, watcher)
+            change = next(changes, None)
+
+    def _tell(self, change: tuple[int, int, int], watcher: Watcher) -> None:
+        _, storage, num_bytes = change
+        if num_bytes:
+            watcher.allocated(storage, num_bytes)
+        elif not self.room.is_held(storage):  # else it is freed when the last holder lets go of it
+            watcher.freed(storage)
 
     def _op(self, entry: OpRan) -> None:
         self._live = entry.live_bytes
@@ -253,6 +306,8 @@ class _Walk:
 
     def _replayed(self, call: int) -> None:
         cost = replayed_cost(self._profile, self._layer, call)
+        if self._watcher is not None:
+            self._watcher.replayed(cost)
         self._sample(cost, 0 if call < 0 else self._profile.costs[cost].workspace_bytes, call)
 
     def _sample(self, cost: int, workspace_bytes: int, call: int | None = None) -> None:

@@ -1,0 +1,210 @@
+"""What a plan takes of a card: the allocations of several steps, run through the caching allocator.
+
+A step is simulated once, and its allocations are repeated: the first step starts from an empty allocator and creates
+the optimizer's state, those after it find the memory that the step before has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from actmem.allocator import Alloc, AllocatorSettings, Event, Free, SimulatedMemory
+from actmem.allocator import simulate as run_allocator
+from actmem.devices import Device
+from actmem.log_entries import CallRan, Entry, OpRan, PhaseBegan
+from actmem.plan import Plan
+from actmem.profiles import Profile
+from actmem.simulation.plan_effect import follow
+from actmem.simulation.simulator import Simulated
+
+__all__ = ["NUM_STEPS", "CardMemory", "card_memory", "step_changes", "training_events"]
+
+NUM_STEPS = 3
+"""How many steps are simulated: one from an empty allocator, and two more."""
+
+_COUNTER_BYTES = 8
+"""An optimizer's counters are numbers, which stay on the host."""
+_FORWARD, _BACKWARD, _OPTIMIZER = "workspace of forward", "workspace of backward", "optimizer"
+
+
+@dataclass(frozen=True)
+class CardMemory:
+    """What a plan takes of a card."""
+
+    allocated_bytes: int
+    """The most that torch counts as allocated in the last of the simulated steps, tails and workspaces included."""
+    reserved_bytes: int
+    """The most that torch takes from the driver in any of them."""
+    outside_bytes: int
+    """What the driver and the process take besides."""
+    whole: SimulatedMemory
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the card must have."""
+        return self.reserved_bytes + self.outside_bytes
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Something that happens between allocations."""
+
+    name: str
+
+
+class _Changes:
+    """Collects what a step allocates and frees, in order."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._alive: set[int] = {number for number, _, _ in profile.stock}
+        self._name = max(profile.storages, default=-1) + 1 + len(profile.stock)
+        self._in_backward = False
+        self._marked: set[str] = set()
+        self.found: list[tuple[int, int] | _Mark] = []
+        """A name and its bytes; none where it is freed."""
+
+    def allocated(self, storage: int, num_bytes: int) -> None:
+        self._alive.add(storage)
+        self.found.append((storage, num_bytes))
+
+    def freed(self, storage: int) -> None:
+        if storage in self._alive:
+            self._alive.discard(storage)
+            self.found.append((storage, 0))
+
+    def taken(self, num_bytes: int) -> int:
+        self._name += 1
+        if num_bytes:
+            self.allocated(self._name, num_bytes)
+        return self._name
+
+    def given_back(self, name: int) -> None:
+        self.freed(name)
+
+    def passed(self, entry: Entry) -> None:
+        if isinstance(entry, PhaseBegan):
+            self._in_backward = entry.name == "backward"
+            if entry.name == ("optimizer" if self._profile.is_step else "end"):
+                self._mark(_OPTIMIZER)
+        elif isinstance(entry, (OpRan, CallRan)):
+            self._multiplied(entry.cost)
+
+    def replayed(self, cost: int) -> None:
+        self._multiplied(cost)
+
+    def _multiplied(self, cost: int) -> None:
+        if self._profile.costs[cost].flops:
+            self._mark(_BACKWARD if self._in_backward else _FORWARD)
+
+    def _mark(self, name: str) -> None:
+        if name not in self._marked:
+            self._marked.add(name)
+            self.found.append(_Mark(name))
+
+
+def step_changes(profile: Profile, plan: Plan) -> tuple[list[tuple[int, int] | _Mark], Simulated]:
+    """Return what one step under a plan allocates and frees, and the step itself."""
+    made: list[_Changes] = []
+
+    def new() -> _Changes:
+        made.append(_Changes(profile))
+        return made[-1]
+
+    simulated = follow(profile, plan, timeline=True, watcher=new)
+    return made[-1].found, simulated
+
+
+def training_events(
+    profile: Profile, changes: list[tuple[int, int] | _Mark], workspace_bytes: int, num_steps: int = NUM_STEPS
+) -> Iterator[tuple[bool, Event]]:
+    """Yield the allocations of several steps, from an empty allocator on; and whether the last step begins there."""
+    begins = False
+    state = [(n, size) for n, size, role in profile.stock if role == "optimizer_state" and size > _COUNTER_BYTES]
+    state += [(-1 - nth, size) for nth, size in enumerate(profile.optimizer_stock)]
+    there = {number for number, _, role in profile.stock if role not in ("optimizer_state", "gradients")}
+    for number, size, _ in profile.stock:
+        if number in there:
+            yield False, Alloc(number, size)
+    holder: dict[int, int | str] = {number: number for number in there}
+    """Who has the memory of what was there when the step began."""
+    done: set[str] = set()
+    left: dict[int, str] = {}
+    """What a step left behind in variables of its own: each is freed when the next step fills the variable again."""
+    for step in range(num_steps):
+        born: dict[int, str] = {}
+        begins = step == num_steps - 1
+        for change in changes:
+            if isinstance(change, _Mark):
+                if change.name not in done:
+                    done.add(change.name)
+                    if change.name != _OPTIMIZER:
+                        yield begins, Alloc(change.name, workspace_bytes)
+                    else:
+                        holder |= {number: number for number, _ in state}
+                        for number, size in state:
+                            yield begins, Alloc(number, size)
+                if change.name == _OPTIMIZER:
+                    for number, size in profile.optimizer_memory:
+                        name = f"{step}: step {number}"
+                        yield begins, Alloc(name, size) if size else Free(name)
+                continue
+            number, size = change
+            if size:
+                born[number] = name = f"{step}: {number}"
+                yield begins, Alloc(name, size)
+                if number in left:
+                    yield begins, Free(left.pop(number))
+            elif number in born:
+                yield begins, Free(born.pop(number))
+            elif number in holder:
+                yield begins, Free(holder.pop(number))
+        if profile.is_step:
+            after = {start: born.pop(end, None) or holder.get(end) for start, end in profile.carried}
+            holder |= {start: name for start, name in after.items() if name is not None}
+            left |= born
+        elif profile.microbatches == 1:
+            for name in born.values():  # optimizer.zero_grad()
+                yield False, Free(name)
+
+
+def card_memory(
+    profile: Profile,
+    plan: Plan,
+    device: Device,
+    *,
+    settings: AllocatorSettings | str = "",
+    num_steps: int = NUM_STEPS,
+    beside: Sequence[int] = (),
+) -> tuple[CardMemory, Simulated]:
+    """Return what a plan takes of a card that torch's caching allocator serves, and the step that was simulated.
+
+    Args:
+        profile: what the step does.
+        plan: a plan for the same model.
+        device: the card.
+        settings: as PYTORCH_CUDA_ALLOC_CONF has them.
+        num_steps: how many steps to simulate.
+        beside: bytes of each further tensor that is on the card from the beginning.
+
+    >>> from actmem.decision_rules import Rule
+    >>> from actmem.devices import device
+    >>> card_memory(Profile(), Plan([Rule("save")], [], "", ""), device("h100-80gb"))[0].reserved_bytes
+    0
+    """
+    changes, simulated = step_changes(profile, plan)
+    events: list[Event] = [Alloc(f"beside {nth}", size) for nth, size in enumerate(beside)]
+    last = 0
+    for last_begins, event in training_events(profile, changes, device.blas_workspace_bytes or 0, num_steps):
+        last = len(events) if last_begins and not last else last
+        events.append(event)
+    memory = run_allocator(events, settings, with_curve=True)
+    allocated = max((allocated for allocated, _ in memory.curve[last:]), default=0)
+    reserved = memory.peak_reserved_bytes
+    if profile.shard > 1:
+        # The allocations are those of the whole model. Of a rank, only the sum is known: what rounding and
+        # fragmentation add to it is taken from the whole.
+        whole = memory.peak_requested_bytes
+        allocated, reserved = (simulated.peak_bytes + each - whole for each in (allocated, reserved))
+    return CardMemory(allocated, max(allocated, reserved), device.outside_bytes, memory), simulated
