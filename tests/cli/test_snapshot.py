@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from actmem.allocator import Attachment, write_recording
 from actmem.plan import FitRecord, Plan
@@ -108,3 +109,12 @@ def test_the_page_is_one_file_that_points_nowhere_and_has_the_numbers(run: Run, 
     assert text.count("</script>") == 3
     assert f'data-part="free pieces" data-bytes="{10 * MIB - 1024}"' in text
     assert "3 of\n  3 allocations" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card here")
+def test_without_a_card_nothing_is_recorded_and_the_refusal_says_what_to_do(run: Run) -> None:
+    asked = run("record", "mine:make", "--mode", "full", "--json")
+    assert asked.code == 3
+    assert json.loads(asked.out)["error"] == "UnsupportedError"
+    assert "torch.cuda.is_available()" in json.loads(asked.out)["message"]
+    assert not Path("step.pickle.xz").exists()
