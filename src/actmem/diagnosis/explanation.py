@@ -6,6 +6,7 @@ causes of the same message.
 
 from __future__ import annotations
 
+import importlib
 import re
 import textwrap
 import traceback
@@ -135,9 +136,9 @@ def _of_memory(
 def _dimensions(model: Any, sequence: int | None, batch: int | None) -> dict[str, int]:
     """Return the sizes that a model's config names."""
     if isinstance(model, str):
-        from actmem.catalogue import find  # builds models too, with torch
-
-        model = find(model)
+        # The catalogue builds models too, with torch, which nothing else here needs.
+        catalogue: Any = importlib.import_module("actmem.catalogue")
+        model = catalogue.find(model)
     config = getattr(model, "config", model)
     text = getattr(config, "text_config", None) or config
     names = {

@@ -16,8 +16,18 @@ from actmem.units import size
 
 __all__ = ["OutOfMemory", "products", "read_out_of_memory"]
 
-_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_UNITS |= {"KB": 2**10, "MB": 2**20, "GB": 2**30}  # MPS writes binary units so
+_UNITS = {
+    "bytes": 1,
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 2**10,
+    "MB": 2**20,
+    "GB": 2**30,
+}
+"""What a unit is in bytes. MPS writes KB, MB and GB, and means binary units."""
 _SIZE = r"([\d.]+) ([KMGT]i?B|bytes|B)"
 _MIB = 2**20
 
