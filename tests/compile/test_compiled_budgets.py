@@ -200,6 +200,26 @@ def test_blocks_that_are_not_compiled_alike_are_refused() -> None:
         actmem.fit(model, BATCH, loss=torch.sum, budget="1MiB", device="h100-80gb")
 
 
+def test_a_block_inside_what_torch_compile_returns_is_refused_with_the_line_that_helps() -> None:
+    model = stack()
+    compiled(model, "torch.compile(block)", "aot_eager")
+    with pytest.raises(ModeError, match=r"Compile it in place, block.compile\(\)"):
+        actmem.fit(model, BATCH, loss=torch.sum, budget="1MiB", device="h100-80gb")
+
+
+@pytest.mark.slow
+def test_a_plan_holds_for_blocks_that_torch_compile_replaces_and_for_a_model_that_it_returns() -> None:
+    least = ladder_of("aot_eager")[0].rungs[-1].peak_bytes
+    assert peak_under(planned(least), "torch.compile(block)", "aot_eager") == least
+    ladder, _ = ladder_of("aot_eager", "model")
+    model = stack()
+    call = torch.compile(model, backend="aot_eager")
+    mode = Budget(int(ladder.rungs[-1].peak_bytes / 0.95) + 100, device="h100-80gb", optimizer=None)
+    with actmem.apply(call, mode, example=BATCH, loss=torch.sum) as applied:
+        assert applied.plan.predicted is not None
+        assert peak_of(model, call) == applied.plan.predicted.peak_bytes == ladder.rungs[-1].peak_bytes
+
+
 def test_planning_leaves_no_trace_in_a_compiled_model() -> None:
     model = Stack(Wide)
     call = compiled(model, "block.compile", "aot_eager")

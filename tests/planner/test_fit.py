@@ -195,12 +195,12 @@ def test_a_budget_needs_an_example_and_the_tape() -> None:
         actmem.Budget("1GiB").rules()
 
 
-def test_a_compiled_model_is_not_promised_a_budget() -> None:
+def test_a_plan_for_blocks_in_eager_is_refused_in_a_graph() -> None:
     training = simple()
     plan = training.fit(sum(peaks(training.profile())) // 2)
     with actmem.apply(training.model, plan):
         compiled = torch.compile(training.model, backend="aot_eager")
-        with pytest.raises(UnsupportedError, match="keeps a budget, which no compiled graph does"):
+        with pytest.raises(UnsupportedError, match="keeps a budget in eager, which no compiled graph would"):
             compiled(*training.batch).sum().backward()
     torch.compiler.reset()
 

@@ -51,6 +51,13 @@ def compilation(model: nn.Module, blocks: Sequence[Block], compiled: bool | Comp
     told = Compiled() if compiled is True else compiled
     whole = compiler_of(model)
     each = [compiler_of(block.module) for block in blocks]
+    wrapped = next((block.path for block in blocks if hasattr(block.module, "_orig_mod")), None)
+    if wrapped is not None:
+        raise ModeError(
+            f"{wrapped} is what torch.compile(block) returned, a module around the block, and a budget is planned for "
+            "the block itself. Compile it in place, block.compile(), or plan before it is compiled: "
+            "actmem.fit(..., compiled=True)."
+        )
     names = sorted({found.name for found in each if found is not None})
     seen: Compilation | None = None
     if whole is not None:
