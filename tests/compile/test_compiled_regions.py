@@ -296,3 +296,20 @@ def test_a_block_that_breaks_the_graph_keeps_its_compiled_pieces(how: str) -> No
         assert report is not None
         assert any(row.replayed for row in regions(report)) is isinstance(mode, Full)
         assert any(note.startswith("the graph breaks inside 0 ... 2 (3 blocks)") for note in report.notes)
+
+
+def test_under_a_plan_that_names_modules_pieces_end_with_these_and_the_report_says_what_runs_where() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(Broken() for _ in range(3)))
+    for block in model:
+        block.compile(backend="aot_eager")
+    plain, _ = trained(model, [8, 8, 8])
+    ours, report = trained(model, [8, 8, 8], Rules([Rule("save", module="*.rest"), Rule("recompute")]))
+    assert all(map(torch.equal, plain, ours))
+    assert report is not None
+    assert [(part.module, part.num_calls, part.is_divided) for part in report.compiled_parts] == [("part", 6, True)]
+    (note,) = report.notes
+    assert note.startswith("the graph breaks inside 0 ... 2 (3 blocks) (Unsupported Tensor.item() call")
+    assert "compiled pieces run in part, and the rest in eager, in the block itself, rest." in note
+    saved = {row.module for kind in report.kinds for row in kind.rows if row.decision == "save"}
+    assert saved == {"rest"}

@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import actmem
-from actmem import Full, Rule, Rules, UnsupportedError
+from actmem import Full, Offload, Rule, Rules, UnsupportedError
 from actmem.compilercompat import on_compiled_function
 from actmem.engine.compiled_regions import Region
 from tests.compile.blocks import Block as Decoder
 from tests.compile.blocks import assert_same_bits, attention, build, fresh_compiler, step
 from tests.compile.test_compiled_regions import (
     CALLS,
+    REGION,
     WIDTH,
     built,
     counted,
@@ -69,6 +70,23 @@ def test_rules_reach_a_graph_by_module_by_target_and_as_an_operator() -> None:
         assert parts["attention"].num_replayed == 0 and parts["attention"].held_bytes > 0, rules
         assert parts["mlp"].num_replayed == 2 and parts["mlp"].held_bytes == 0, rules
         assert "attention, in 2 blocks: 2 calls of compiled graphs in the forward pass, 0 replayed; " in str(report)
+
+
+@pytest.mark.parametrize("rule", [Rule("offload", op="compiled"), Rule("offload", module="*.part")])
+def test_what_a_graph_saves_is_offloaded_and_the_graph_is_not_called_again(rule: Rule) -> None:
+    model = built(feed_forward)
+    plain, _ = trained(model, [8, 8, 8])
+    ours, report = trained(
+        model, [8, 8, 8], Rules([rule, Rule("recompute")], offload=Offload(to="host", copy_cpu=True, min_bytes=1))
+    )
+    assert all(map(torch.equal, plain, ours))
+    assert report is not None and report.moved is not None and report.moved.back_bytes == report.moved.out_bytes > 0
+    (part,) = report.compiled_parts
+    assert part.num_calls == 3 and part.num_replayed == 0
+    assert {row.decision for row in regions(report)} == {"offload"}
+    assert report.offloaded_bytes == sum(
+        kind.num_blocks * row.num_bytes * row.count for kind in report.kinds for row in kind.rows if row.op == REGION
+    )
 
 
 def test_a_compiled_function_that_is_declared_replayable_takes_no_more_than_without() -> None:
