@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -66,5 +68,13 @@ def _most_bytes(changes: Sequence[int]) -> int:
 
 def _statistic(device: torch.device, which: str) -> int:
     """Return bytes as tensors requested them if the allocator reports that, else as it rounds them."""
-    statistics = torch.accelerator.memory_stats(device)
-    return int(statistics.get(f"requested_bytes.all.{which}", statistics.get(f"allocated_bytes.all.{which}", 0)))
+    statistics: Mapping[str, Any] = {}
+    with contextlib.suppress(RuntimeError):  # not every backend has an allocator that counts
+        statistics = torch.accelerator.memory_stats(device)
+    for name in ("requested_bytes", "allocated_bytes"):
+        if (found := statistics.get(f"{name}.all.{which}")) is not None:
+            return int(found)
+    raise UnsupportedError(
+        f"the allocator of {device.type!r} devices does not say how much it has allocated, so a measurement cannot be "
+        "compared with it. Omit check=True."
+    )

@@ -220,11 +220,11 @@ def _name(where: torch.device) -> str:
 
 
 def _memory_bytes(where: torch.device) -> int:
-    if where.type != "cpu":
-        return torch.accelerator.get_memory_info(where)[1]
     try:
+        if where.type != "cpu":
+            return torch.accelerator.get_memory_info(where)[1]
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError) as error:
+    except (AttributeError, ValueError, OSError, RuntimeError) as error:  # a backend that does not tell: RuntimeError
         raise DeviceError(
             "the memory size of this machine cannot be read here. Create a Device with memory_bytes yourself."
         ) from error

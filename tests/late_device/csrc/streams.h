@@ -39,6 +39,8 @@ inline Fault& fault() {
   return *one;
 }
 
+inline std::atomic<uint64_t> num_submitted{0};  // on all streams
+
 class Stream {
  public:
   Stream(int device, int id) : device(device), id(id), random_(id) {
@@ -47,6 +49,7 @@ class Stream {
 
   // Queue work. What counts as an operator or a copy is late; bookkeeping is not.
   uint64_t submit(std::function<void()> run, bool is_late) {
+    ++num_submitted;
     std::lock_guard<std::mutex> lock(mutex_);
     queue_.push_back({std::move(run), is_late});
     changed_.notify_all();
@@ -146,11 +149,14 @@ struct Event {
   Stream* on = nullptr;
   uint64_t ticket = 0;
   std::atomic<int> polls{0};
+  std::atomic<uint64_t> seen{0};
   std::atomic<double> seconds{0};
 
   bool is_done() {
     if (!on || on->is_done(ticket)) return true;
-    if (++polls > 20) on->want(ticket);  // somebody waits by asking
+    // Whoever asks again and again while nothing is queued waits by asking.
+    if (seen.exchange(num_submitted) != num_submitted) polls = 0;
+    if (++polls > 20) on->want(ticket);
     return false;
   }
   void finish() {
