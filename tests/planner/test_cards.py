@@ -61,7 +61,8 @@ def attending(dtype: torch.dtype = torch.bfloat16) -> Profile:
 def test_what_a_profile_allocates_and_frees_adds_up_to_the_bytes_that_are_alive(name: str) -> None:
     found = profiled(name, optimizer=None)
     alive = {number: size for number, size, role in found.stock if role != "batch"}
-    assert sum(alive.values()) == found.base_bytes
+    live = sum(alive.values())
+    assert live == found.base_bytes
     changes, at = list(found.memory), 0
     for position, entry in enumerate(found.log):
         while at < len(changes) and changes[at][0] <= position:
@@ -70,10 +71,9 @@ def test_what_a_profile_allocates_and_frees_adds_up_to_the_bytes_that_are_alive(
             if size:
                 assert storage not in alive
                 alive[storage] = size
-            else:
-                del alive[storage]
+            live += size or -alive.pop(storage)
         if isinstance(entry, LiveEntry):
-            assert sum(alive.values()) == entry.live_bytes
+            assert live == entry.live_bytes
 
 
 @pytest.mark.parametrize("mode", [actmem.SaveEverything(), actmem.Full(), actmem.Selective(save=["matmul"])])

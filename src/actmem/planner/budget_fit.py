@@ -95,7 +95,7 @@ def fit(
         loss: a function of the output; by default `output.loss`, or the output itself if it is a scalar.
         device: whose speed to plan for, and whose memory a fraction is of: such as "h100-80gb". Default: this machine.
         offload: "host" or "disk", or an `Offload`, if values may be offloaded. None keeps them.
-        optimizer: the optimizer to count: "adamw", "adam", "sgd", or None for none.
+        optimizer: the optimizer to count: "adamw", "adamw_fused", "adam", "sgd", or None for none.
         optimizer_dtype: the dtype of its state, if it is not that of the parameters.
         microbatches: how many batches gradients are accumulated over.
         shard: over how many ranks FSDP2 divides parameters, gradients and optimizer state.
