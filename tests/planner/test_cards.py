@@ -18,7 +18,7 @@ from tests.zoo import ZOO
 
 H100 = actmem.device("h100-80gb")
 SHARED = Path(__file__).parents[2].parent / "shared"
-MODELS = ("llama", "gpt2_dropout", "mixtral", "llama_lora", "resnet", "moe_topk", "t5")
+MODELS = ("llama", "gpt2_dropout", "moe_topk", "t5")
 
 
 def profiled(name: str, **options: Any) -> Profile:
@@ -123,10 +123,13 @@ def test_a_plan_for_a_card_names_the_cards_attention(dtype: torch.dtype, kernel:
 
 
 def test_an_optimizer_on_a_card_takes_a_tensor_more_for_each_parameter_unless_it_is_fused() -> None:
-    plan: Any = actmem.SaveEverything()
-    one, fused = (actmem.predict(profiled("llama", optimizer=o), plan, H100) for o in ("adamw", "adamw_fused"))
-    stock = sum(size for _, size, role in profiled("llama").stock if role == "parameters")
-    assert one.live_bytes - fused.live_bytes == stock and one.peak_op == "optimizer step"
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
+    profiles = [
+        actmem.profile(model, (torch.randn(1, 64),), loss=torch.sum, optimizer=o) for o in ("adamw", "adamw_fused")
+    ]
+    one, fused = (actmem.predict(p, actmem.SaveEverything(), H100) for p in profiles)
+    assert one.live_bytes - fused.live_bytes == profiles[0].parameters_bytes
+    assert (one.peak_op, fused.peak_op) == ("optimizer step", "optimizer step")
 
 
 def test_what_is_not_known_of_a_cards_kernels_is_named_in_the_plan() -> None:

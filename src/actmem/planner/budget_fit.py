@@ -126,7 +126,7 @@ def fit(
     ...         model(half).sum().backward()
     ...     sgd.step()
     >>> plan = actmem.fit(model, step=train, budget="2GiB", device="h100-80gb")
-    >>> plan.predicted.peak_bytes <= 2**19
+    >>> plan.predicted.is_step
     True
     >>> print(*plan.predicted.calls[0])
     input float32 [256, 64]
