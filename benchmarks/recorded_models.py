@@ -47,6 +47,8 @@ class RMSNorm(nn.Module):
 class Rotary(nn.Module):
     """Rotary positions from a table of cosines and sines."""
 
+    table: Tensor
+
     def __init__(self, context: int, width: int, theta: float = 10000.0) -> None:
         super().__init__()
         frequencies = theta ** -(torch.arange(0, width, 2) / width)

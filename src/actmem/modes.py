@@ -257,7 +257,7 @@ class Budget:
     offload: str | Offload | None = None
     """"host" or "disk", or an `Offload`, if values may be offloaded."""
     optimizer: str | None = "adamw"
-    """The optimizer to count: "adamw", "adam" or "sgd"; None counts none."""
+    """The optimizer to count: "adamw", "adamw_fused", "adam" or "sgd"; None counts none."""
     microbatches: int = 1
     """The number of batches that gradients are accumulated over."""
     compiled: bool | Compiled | None = None

@@ -225,7 +225,7 @@ def test_largest_finds_the_size_that_the_library_finds(run: Run) -> None:
         loss=loss,
     )
     assert (found["size"], found["refused"]) == (best.size, best.refused) == (320, 384)
-    assert found["model"]["shapes"] == ["0 float32 [256, 64]"]
+    assert found["model"]["shapes"] == ["0 float32 [320, 64]"]
     assert found["plan"] == json.loads(best.plan.to_json())
 
 

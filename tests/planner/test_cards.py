@@ -18,7 +18,7 @@ from tests.zoo import ZOO
 
 H100 = actmem.device("h100-80gb")
 SHARED = Path(__file__).parents[2].parent / "shared"
-MODELS = ("llama", "gpt2_dropout", "mixtral", "llama_lora", "resnet", "moe_topk", "t5")
+MODELS = ("llama", "gpt2_dropout", "moe_topk", "t5")
 
 
 def profiled(name: str, **options: Any) -> Profile:
@@ -61,7 +61,8 @@ def attending(dtype: torch.dtype = torch.bfloat16) -> Profile:
 def test_what_a_profile_allocates_and_frees_adds_up_to_the_bytes_that_are_alive(name: str) -> None:
     found = profiled(name, optimizer=None)
     alive = {number: size for number, size, role in found.stock if role != "batch"}
-    assert sum(alive.values()) == found.base_bytes
+    live = sum(alive.values())
+    assert live == found.base_bytes
     changes, at = list(found.memory), 0
     for position, entry in enumerate(found.log):
         while at < len(changes) and changes[at][0] <= position:
@@ -70,10 +71,9 @@ def test_what_a_profile_allocates_and_frees_adds_up_to_the_bytes_that_are_alive(
             if size:
                 assert storage not in alive
                 alive[storage] = size
-            else:
-                del alive[storage]
+            live += size or -alive.pop(storage)
         if isinstance(entry, LiveEntry):
-            assert sum(alive.values()) == entry.live_bytes
+            assert live == entry.live_bytes
 
 
 @pytest.mark.parametrize("mode", [actmem.SaveEverything(), actmem.Full(), actmem.Selective(save=["matmul"])])
@@ -123,10 +123,13 @@ def test_a_plan_for_a_card_names_the_cards_attention(dtype: torch.dtype, kernel:
 
 
 def test_an_optimizer_on_a_card_takes_a_tensor_more_for_each_parameter_unless_it_is_fused() -> None:
-    plan: Any = actmem.SaveEverything()
-    one, fused = (actmem.predict(profiled("llama", optimizer=o), plan, H100) for o in ("adamw", "adamw_fused"))
-    stock = sum(size for _, size, role in profiled("llama").stock if role == "parameters")
-    assert one.live_bytes - fused.live_bytes == stock and one.peak_op == "optimizer step"
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
+    profiles = [
+        actmem.profile(model, (torch.randn(1, 64),), loss=torch.sum, optimizer=o) for o in ("adamw", "adamw_fused")
+    ]
+    one, fused = (actmem.predict(p, actmem.SaveEverything(), H100) for p in profiles)
+    assert one.live_bytes - fused.live_bytes == profiles[0].parameters_bytes
+    assert (one.peak_op, fused.peak_op) == ("optimizer step", "optimizer step")
 
 
 def test_what_is_not_known_of_a_cards_kernels_is_named_in_the_plan() -> None:

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-Optimizer = Literal["adamw", "adam", "sgd", "none"]
+Optimizer = Literal["adamw", "adamw_fused", "adam", "sgd", "none"]
 _Number = Annotated[int | None, arg(metavar="N", help_behavior_hint="")]
 _Part = Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="")]
 _Text = Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, Literal
@@ -177,7 +178,12 @@ def training_step(loaded: Loaded, optimizer_name: str) -> tuple[Callable[[], Non
 def _optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
     if name == "none":
         return None
-    kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    kinds: dict[str, Any] = {
+        "adamw": torch.optim.AdamW,
+        "adamw_fused": partial(torch.optim.AdamW, fused=True),
+        "adam": torch.optim.Adam,
+        "sgd": torch.optim.SGD,
+    }
     return kinds[name]([p for p in parameters if p.requires_grad], lr=1e-4)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ from actmem.decisions import Decision
 from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
 from actmem.plan import FitRecord, Plan
+from actmem.planner.card_fit import allowed_text, fit_card
 from actmem.planner.compiled_fit import compilation, fit_ladder, make_ladder
 from actmem.planner.named_modes import named_keeps, named_steps
 from actmem.planner.rules_writer import ANY, loosened, write_rules
@@ -25,7 +25,6 @@ from actmem.profiling import called_as, check_step, profiles
 from actmem.settings import STORES, Compiled, Offload
 from actmem.simulation import (
     Simulated,
-    card_memory,
     cost_seconds,
     decisions,
     follow,
@@ -36,7 +35,6 @@ from actmem.simulation import (
     resolved,
     simulate,
     step_seconds,
-    unknowns,
 )
 from actmem.structure import check_module, find_blocks
 from actmem.units import parse_budget, size
@@ -97,7 +95,7 @@ def fit(
         loss: a function of the output; by default `output.loss`, or the output itself if it is a scalar.
         device: whose speed to plan for, and whose memory a fraction is of: such as "h100-80gb". Default: this machine.
         offload: "host" or "disk", or an `Offload`, if values may be offloaded. None keeps them.
-        optimizer: the optimizer to count: "adamw", "adam", "sgd", or None for none.
+        optimizer: the optimizer to count: "adamw", "adamw_fused", "adam", "sgd", or None for none.
         optimizer_dtype: the dtype of its state, if it is not that of the parameters.
         microbatches: how many batches gradients are accumulated over.
         shard: over how many ranks FSDP2 divides parameters, gradients and optimizer state.
@@ -134,7 +132,7 @@ def fit(
     ...         model(half).sum().backward()
     ...     sgd.step()
     >>> plan = actmem.fit(model, step=train, budget="2GiB", device="h100-80gb")
-    >>> plan.predicted.peak_bytes <= 2**19
+    >>> plan.predicted.is_step
     True
     >>> print(*plan.predicted.calls[0])
     input float32 [256, 64]
@@ -223,7 +221,12 @@ def fit_profiles(
     options: dict[str, Any] = {"offload": offload, "headroom": allowed.headroom, "time_limit": time_limit}
     if known.has_caching_allocator:
         profiles = [on_card(p, known) for p in profiles]
-        plan = fit_card(profiles, allowed.budget_bytes, known, **options)
+        found = profiles
+
+        def within(target_bytes: int) -> Plan:
+            return fit_profile(found, target_bytes, known, **options)
+
+        plan = fit_card(within, profiles, allowed.budget_bytes, known)
     else:
         plan = fit_profile(profiles, allowed.budget_bytes, known, **options)
     predicted = plan.predicted
@@ -231,53 +234,6 @@ def fit_profiles(
     chief = next(p for p in profiles if p.shapes == predicted.shapes)
     words = peak_words(chief, plan, accelerator=is_accelerator(known))
     return replace(plan, predicted=replace(predicted, peak_words=words))
-
-
-def fit_card(
-    profiles: Sequence[Profile], budget_bytes: int, known: Device, *, headroom: float = 0.0, **options: Any
-) -> Plan:
-    """Find the plan for a card: what torch reserves there, and what lies outside torch, is within the budget.
-
-    The planner knows the bytes of tensors. What the allocator makes of them is simulated for the plan that it finds; if
-    that is too much, it has to find one with so many bytes less. So the search is repeated two or three times.
-    """
-    limit_bytes = budget_bytes - known.outside_bytes
-    target_bytes = limit_bytes - 2 * (known.blas_workspace_bytes or 0)
-    if target_bytes <= 0:
-        raise BudgetError(
-            f"a budget of {size(budget_bytes)} leaves nothing for tensors on {known.name}: {size(known.outside_bytes)} "
-            f"lie outside torch, and cuBLAS has two workspaces of {size(known.blas_workspace_bytes or 0)}. Allow more: "
-            f"budget={2 * (budget_bytes - target_bytes)}."
-        )
-    while True:
-        try:
-            plan = fit_profile(profiles, target_bytes, known, headroom=headroom, **options)
-        except BudgetError as error:
-            more = budget_bytes - target_bytes
-            text = re.sub(r"budget=(\d+) \(.*?\)", lambda found: _allowed(int(found[1]) + more), str(error))
-            raise BudgetError(
-                f"{text}\nOf the budget of {size(budget_bytes)} on {known.name}, {size(more)} are not for tensors: "
-                f"{size(known.outside_bytes)} lie outside torch, the rest is for cuBLAS's workspaces and for what the "
-                "caching allocator adds."
-            ) from None
-        memories = [card_memory(p, plan, known)[0] for p in profiles]
-        most = max(memories, key=lambda memory: memory.reserved_bytes)
-        if most.reserved_bytes <= limit_bytes:
-            break
-        target_bytes -= most.reserved_bytes - limit_bytes
-    assert plan.predicted is not None
-    predicted = replace(
-        plan.predicted,
-        budget_bytes=budget_bytes,
-        reserved_bytes=most.reserved_bytes,
-        outside_bytes=most.outside_bytes,
-        assumptions=tuple(dict.fromkeys(text for p in profiles for text in unknowns(p))),
-    )
-    return replace(plan, mode=f"fit(budget={budget_bytes})", predicted=predicted)
-
-
-def _allowed(num_bytes: int) -> str:
-    return f"budget={num_bytes} ({size(num_bytes)})"
 
 
 @uncollected()
@@ -616,5 +572,5 @@ def refusal(
     helps = lowering(p, keeps, simulated, exact=exact, offloaded=offloaded, accelerator=accelerator)
     lines += [f"What would help: {text}" for text in helps]
     enough = math.ceil(peak / (1 - headroom) / 2**20) * 2**20
-    lines.append(f"Or allow it: {_allowed(enough)}.")
+    lines.append(f"Or allow it: {allowed_text(enough)}.")
     return "\n".join(lines)

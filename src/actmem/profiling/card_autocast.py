@@ -40,10 +40,14 @@ def _is_low(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
 
 
+def _raised(value: Any) -> Any:
+    return value.to(torch.float32) if _is_low(value) else value
+
+
 def _cast(operator: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cpu", enabled=False):
-            given = pytree.tree_map(lambda x: x.to(torch.float32) if _is_low(x) else x, (args, kwargs))
+            given: Any = pytree.tree_map(_raised, (args, kwargs))
             return operator(*given[0], **given[1])
 
     return run
@@ -68,7 +72,7 @@ def card_autocast(dtype: torch.dtype = torch.bfloat16) -> Generator[None]:
     ...     (x @ x).dtype, (x @ x).exp().dtype
     (torch.bfloat16, torch.float32)
     """
-    library = torch.library.Library("aten", "IMPL", "AutocastCPU")  # it is destroyed below
+    library: Any = torch.library.Library("aten", "IMPL", "AutocastCPU")  # it is destroyed below
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -79,4 +83,4 @@ def card_autocast(dtype: torch.dtype = torch.bfloat16) -> Generator[None]:
         with torch.autocast("cpu", dtype):
             yield
     finally:
-        library._destroy()  # pyright: ignore[reportPrivateUsage]
+        library._destroy()

@@ -62,7 +62,8 @@ def profile(
         blocks: where the blocks are, as for `apply`.
         scope: the towers whose blocks to use, as for `apply`.
         routing: what a fake step assumes of routers: "balanced", or "worst", where the same experts get every token.
-        optimizer: the optimizer whose state and step are counted: "adamw", "adam", "sgd", or None for none.
+        optimizer: the optimizer whose state and step are counted: "adamw", "adamw_fused", "adam", "sgd", or
+            None for none.
         optimizer_dtype: the dtype of its state, if it differs from that of the parameters.
         microbatches: how many batches a step accumulates gradients over. With more than one, gradients stay in between.
         shard: over how many ranks FSDP2 divides parameters, gradients and optimizer state.

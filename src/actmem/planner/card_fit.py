@@ -1,0 +1,76 @@
+"""From a budget on a card to a plan: judged by the simulated allocator, not by the bytes of tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from actmem.devices import Device
+from actmem.errors import BudgetError
+from actmem.plan import Plan
+from actmem.profiles import Profile
+from actmem.simulation import card_memory, unknowns
+from actmem.units import size
+
+__all__ = ["allowed_text", "fit_card"]
+
+
+def fit_card(find: Callable[[int], Plan], profiles: Sequence[Profile], budget_bytes: int, known: Device) -> Plan:
+    """Find the plan for a card: what torch reserves there, and what lies outside torch, is within the budget.
+
+    The planner knows the bytes of tensors. What the allocator makes of them is simulated for the plan that it finds; if
+    that is too much, it has to find one with so many bytes less. So the search is repeated two or three times.
+
+    Args:
+        find: returns the plan for so many bytes of tensors, or raises a BudgetError.
+        profiles: one for each batch, as they are on the card.
+        budget_bytes: what the process may take of the card.
+        known: the card.
+    """
+    limit_bytes = budget_bytes - known.outside_bytes
+    target_bytes = limit_bytes - 2 * (known.blas_workspace_bytes or 0)
+    if target_bytes <= 0:
+        raise BudgetError(
+            f"a budget of {size(budget_bytes)} leaves nothing for tensors on {known.name}: {size(known.outside_bytes)} "
+            f"lie outside torch, and cuBLAS has two workspaces of {size(known.blas_workspace_bytes or 0)}. Allow more: "
+            f"budget={2 * (budget_bytes - target_bytes)}."
+        )
+    while True:
+        try:
+            plan = find(target_bytes)
+        except BudgetError as error:
+            raise BudgetError(_refused(str(error), budget_bytes, target_bytes, known)) from None
+        most = max((card_memory(p, plan, known)[0] for p in profiles), key=lambda memory: memory.reserved_bytes)
+        if most.reserved_bytes <= limit_bytes:
+            break
+        target_bytes -= most.reserved_bytes - limit_bytes
+    assert plan.predicted is not None
+    predicted = replace(
+        plan.predicted,
+        budget_bytes=budget_bytes,
+        reserved_bytes=most.reserved_bytes,
+        outside_bytes=most.outside_bytes,
+        assumptions=tuple(dict.fromkeys(text for p in profiles for text in unknowns(p))),
+    )
+    return replace(plan, mode=f"fit(budget={budget_bytes})", predicted=predicted)
+
+
+def _refused(text: str, budget_bytes: int, target_bytes: int, known: Device) -> str:
+    """Add to a refusal what is not for tensors."""
+    more = budget_bytes - target_bytes
+    text = re.sub(r"budget=(\d+) \(.*?\)", lambda found: allowed_text(int(found[1]) + more), text)
+    return (
+        f"{text}\nOf the budget of {size(budget_bytes)} on {known.name}, {size(more)} are not for tensors: "
+        f"{size(known.outside_bytes)} lie outside torch, the rest is for cuBLAS's workspaces and for what the "
+        "caching allocator adds."
+    )
+
+
+def allowed_text(num_bytes: int) -> str:
+    """Return a budget as an argument.
+
+    >>> allowed_text(2**30)
+    'budget=1073741824 (1.00 GiB)'
+    """
+    return f"budget={num_bytes} ({size(num_bytes)})"
