@@ -1,6 +1,6 @@
 """Find out what a step does by running it, on fake tensors or for real, with nothing held."""
 
-from actmem.profiling.card_autocast import card_autocast
+from actmem.profiling.autocast_lists import card_autocast
 from actmem.profiling.complaints import called_as
 from actmem.profiling.examples import argument_names, loss_of, named_arguments, shapes_of
 from actmem.profiling.restored_state import Restored, generator_states, inputs_of
