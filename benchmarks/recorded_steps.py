@@ -61,7 +61,7 @@ class RecordedStep:
     """Where the gradients are set to None: "first", or "last"."""
     keeps: bool = False
     """Whether logits and loss stay in variables of the loop until the next step fills them again."""
-    beside: tuple[int, ...] = ()
+    further: tuple[int, ...] = ()
     """Bytes of other tensors that the script has on the card: batches for several steps."""
     num_steps: int = 3
     """1 for a recording of the first step; else the steady state."""
@@ -90,8 +90,8 @@ STEPS = (
         num_steps=1,
         **_TORCH,
     ),
-    _medium("Wedsonlin+assignment2-systems__medium_128_training", "a100-80gb", 128, beside=(20480,) * 2, **_COURSE),
-    _medium("Wedsonlin+assignment2-systems__medium_256_training", "a100-80gb", 256, beside=(40960,) * 2, **_COURSE),
+    _medium("Wedsonlin+assignment2-systems__medium_128_training", "a100-80gb", 128, further=(20480,) * 2, **_COURSE),
+    _medium("Wedsonlin+assignment2-systems__medium_256_training", "a100-80gb", 256, further=(40960,) * 2, **_COURSE),
     _xl("LINYUNLinYun+CS336-assignment2-systems__xl_ctx128_full_step_none", "a100-80gb", 128, **_TORCH),
     _xl("LINYUNLinYun+CS336-assignment2-systems__xl_ctx512_full_step_none", "a100-80gb", 512, **_TORCH),
     _xl(
@@ -147,7 +147,7 @@ def predicted(step: RecordedStep) -> Predicted:
 
     found = actmem.profile(model, step=train)
     plan = plan_of(found, actmem.SaveEverything())
-    memory, _ = card_memory(found, plan, device(step.card), num_steps=step.num_steps, beside=step.beside)
+    memory, _ = card_memory(found, plan, device(step.card), num_steps=step.num_steps, further=step.further)
     return Predicted(memory.allocated_bytes, memory.reserved_bytes)
 
 

@@ -31,6 +31,7 @@ from actmem.simulation import (
     is_accelerator,
     lowering,
     on_card,
+    outside_torch,
     peak_words,
     resolved,
     simulate,
@@ -224,7 +225,8 @@ def fit_profiles(
         found = profiles
 
         def within(target_bytes: int) -> Plan:
-            return fit_profile(found, target_bytes, known, **options)
+            beyond_bytes = allowed.budget_bytes - target_bytes
+            return fit_profile(found, target_bytes, known, beyond_bytes=beyond_bytes, **options)
 
         plan = fit_card(within, profiles, allowed.budget_bytes, known)
     else:
@@ -244,6 +246,7 @@ def fit_profile(
     *,
     offload: str | Offload | None = None,
     headroom: float = 0.0,
+    beyond_bytes: int = 0,
     time_limit: float = TIME_LIMIT,
     named: Sequence[Keeps] | None = None,
 ) -> Plan:
@@ -255,6 +258,7 @@ def fit_profile(
         known: whose speed to take, by its roofline; for this machine, what a real profile measured.
         offload: where values may be sent.
         headroom: what was taken off the budget, to be recorded.
+        beyond_bytes: how much more the budget is, for what is not a tensor; a refusal names it.
         time_limit: seconds after which the solver is stopped.
         named: what `named_keeps` returned for the profile, if several budgets are tried on it.
     """
@@ -303,7 +307,8 @@ def fit_profile(
                 budget_bytes,
                 offloaded=where is not None,
                 headroom=headroom,
-                accelerator=is_accelerator(known),
+                beyond_bytes=beyond_bytes,
+                known=known,
             )
             raise BudgetError(text)
         plan, found = _written(chief, solution.keeps, target_bytes, budget_bytes, where)
@@ -541,9 +546,11 @@ def refusal(
     *,
     offloaded: bool,
     headroom: float,
-    accelerator: bool,
+    beyond_bytes: int,
+    known: Device,
 ) -> str:
     """Write the message for a budget that cannot be met."""
+    accelerator = is_accelerator(known)
     keeps, exact, simulated = s.keeps, True, simulate(p, s.keeps, exact=True, timeline=True)
     for plan, found in named:
         if found.peak_bytes < simulated.peak_bytes:
@@ -571,6 +578,13 @@ def refusal(
         lines.append("The search was stopped by time_limit: a longer one may find a smaller peak.")
     helps = lowering(p, keeps, simulated, exact=exact, offloaded=offloaded, accelerator=accelerator)
     lines += [f"What would help: {text}" for text in helps]
-    enough = math.ceil(peak / (1 - headroom) / 2**20) * 2**20
+    enough = math.ceil((peak + beyond_bytes) / (1 - headroom) / 2**20) * 2**20
     lines.append(f"Or allow it: {allowed_text(enough)}.")
+    if beyond_bytes:
+        outside = size(outside_torch(known, p.shard))
+        lines.append(
+            f"Of the budget of {size(budget_bytes + beyond_bytes)} on {known.name}, {size(beyond_bytes)} are not for "
+            f"tensors: {outside} lie outside torch, the rest is for cuBLAS's workspaces and for what the caching "
+            "allocator adds."
+        )
     return "\n".join(lines)

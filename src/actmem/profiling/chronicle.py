@@ -153,7 +153,7 @@ class _Ledger(ByteLedger):
         return {role: list(numbers) for role, numbers in found.items()}
 
     def give(self, storage: torch.UntypedStorage) -> None:
-        """Meet a storage that stands for a saved value: it is no part of the step."""
+        """Meet a storage that stands for a saved value: the step does not count it."""
         if id(storage) not in self._live:
             entry = self._open(storage, storage.device, external=True)
             self._external.pop(self._numbers[entry.key], None)

@@ -3,7 +3,7 @@
 - `tape_emulator.py` holds what a tape would hold, by the tape's own rules; `room.py` counts the bytes, `flight.py`
   those that are in flight; `simulator.py` walks the log of a profile with them, for all questions about a plan.
 - `plan_effect.py` resolves a plan for every operator of a profile and says what its step takes; `step_cost.py` says for
-  which device, and how long; `card_kernels.py` puts a card's operators in the place of the CPU's, and `card_memory.py`
+  which device, and how long; `card_kernels.py` puts a card's operators in the place of the CPU's, and `card_usage.py`
   runs a step's allocations through torch's caching allocator, and says what a card must have. `predictor.py` puts
   them together.
 - `step_walk.py` and `peaks.py` divide the bytes of each moment by what they are for.
@@ -13,7 +13,7 @@ Nothing here chooses a plan: that is `actmem.planner`.
 """
 
 from actmem.simulation.card_kernels import on_card, unknowns
-from actmem.simulation.card_memory import CardMemory, card_memory
+from actmem.simulation.card_usage import CardMemory, card_memory, outside_torch
 from actmem.simulation.peak_moments import NEVER, Effect, LayerFamily, Timeline
 from actmem.simulation.peaks import lowering, peak_words
 from actmem.simulation.plan_effect import decisions, follow
@@ -45,6 +45,7 @@ __all__ = [
     "is_measured",
     "lowering",
     "on_card",
+    "outside_torch",
     "peak_words",
     "plan_of",
     "predict",

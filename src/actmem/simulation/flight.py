@@ -32,7 +32,7 @@ class Sent:
     was_taken: bool = False
     """It was still in memory, and was given back unchanged."""
     room_taken: list[Copy] = field(default_factory=list[Copy])
-    """What it takes while it is in flight, where it is no storage of the program."""
+    """What it takes while it is in flight, where it is not a storage of the program."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from actmem.modes import FromPlan, Mode
 from actmem.plan import Plan
 from actmem.profiles import Profile
 from actmem.simulation.card_kernels import on_card, unknowns
-from actmem.simulation.card_memory import card_memory
+from actmem.simulation.card_usage import card_memory
 from actmem.simulation.peaks import peak_words
 from actmem.simulation.plan_effect import follow
 from actmem.simulation.simulator import Simulated

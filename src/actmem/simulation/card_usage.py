@@ -18,11 +18,13 @@ from actmem.profiles import Profile
 from actmem.simulation.plan_effect import follow
 from actmem.simulation.simulator import Simulated
 
-__all__ = ["NUM_STEPS", "CardMemory", "card_memory", "step_changes", "training_events"]
+__all__ = ["NUM_STEPS", "CardMemory", "card_memory", "outside_torch", "step_changes", "training_events"]
 
 NUM_STEPS = 3
 """How many steps are simulated: one from an empty allocator, and two more."""
 
+_TWO_RANKS_BYTES, _MORE_RANKS_BYTES = 544_000_000, 688_000_000
+"""What NCCL takes for one communicator: NVIDIA/nccl#964, on A100."""
 _COUNTER_BYTES = 8
 """An optimizer's counters are numbers, which stay on the host."""
 _FORWARD, _BACKWARD, _OPTIMIZER = "workspace of forward", "workspace of backward", "optimizer"
@@ -44,6 +46,17 @@ class CardMemory:
     def needed_bytes(self) -> int:
         """What the card must have."""
         return self.reserved_bytes + self.outside_bytes
+
+
+def outside_torch(device: Device, num_ranks: int = 1) -> int:
+    """Return what of a card lies outside torch: driver, context and, with several ranks, one communicator of NCCL.
+
+    >>> from actmem.devices import device
+    >>> outside_torch(device("h100-80gb"), 8) - outside_torch(device("h100-80gb"))
+    688000000
+    """
+    communicator = 0 if num_ranks == 1 else _TWO_RANKS_BYTES if num_ranks == 2 else _MORE_RANKS_BYTES
+    return device.outside_bytes + communicator
 
 
 @dataclass(frozen=True)
@@ -176,7 +189,7 @@ def card_memory(
     *,
     settings: AllocatorSettings | str = "",
     num_steps: int = NUM_STEPS,
-    beside: Sequence[int] = (),
+    further: Sequence[int] = (),
 ) -> tuple[CardMemory, Simulated]:
     """Return what a plan takes of a card that torch's caching allocator serves, and the step that was simulated.
 
@@ -186,7 +199,7 @@ def card_memory(
         device: the card.
         settings: as PYTORCH_CUDA_ALLOC_CONF has them.
         num_steps: how many steps to simulate.
-        beside: bytes of each further tensor that is on the card from the beginning.
+        further: bytes of each further tensor that is on the card from the beginning.
 
     >>> from actmem.decision_rules import Rule
     >>> from actmem.devices import device
@@ -194,7 +207,7 @@ def card_memory(
     0
     """
     changes, simulated = step_changes(profile, plan)
-    events: list[Event] = [Alloc(f"beside {nth}", size) for nth, size in enumerate(beside)]
+    events: list[Event] = [Alloc(f"further {nth}", size) for nth, size in enumerate(further)]
     last = 0
     for last_begins, event in training_events(profile, changes, device.blas_workspace_bytes or 0, num_steps):
         last = len(events) if last_begins and not last else last
@@ -205,6 +218,6 @@ def card_memory(
     if profile.shard > 1:
         # The allocations are those of the whole model. Of a rank, only the sum is known: what rounding and
         # fragmentation add to it is taken from the whole.
-        whole = memory.peak_requested_bytes
+        whole = memory.peak_requested_bytes - 2 * (device.blas_workspace_bytes or 0)
         allocated, reserved = (simulated.peak_bytes + each - whole for each in (allocated, reserved))
-    return CardMemory(allocated, max(allocated, reserved), device.outside_bytes, memory), simulated
+    return CardMemory(allocated, max(allocated, reserved), outside_torch(device, profile.shard), memory), simulated
