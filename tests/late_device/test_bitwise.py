@@ -67,16 +67,29 @@ def on_two_devices() -> Model:
     return made
 
 
+FEW = ("host, little", "disk, little", "inputs to host", "context, disk")
+
+
 def user_streams() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        ways = {"full": MODES["full"], **{n: way for n, way in lanes(folder).items() if "host" in n or "disk" in n}}
+        ways = {"full": MODES["full"], **{name: lanes(folder)[name] for name in FEW}}
         compare(ways, some(["copies late", "all held"]), make=on_streams)
 
 
 def two_devices() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        ways = {"full": MODES["full"], **{n: way for n, way in lanes(folder).items() if "host" in n or "disk" in n}}
+        ways = {"full": MODES["full"], **{name: lanes(folder)[name] for name in FEW}}
         compare(ways, some(["kernels late", "all held"]), make=on_two_devices)
+
+
+def every_way_at_every_lag() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {**MODES, **{f"lane, {name}": way for name, way in lanes(folder).items()}}
+        compare(ways, LAGS)
+        compare(ways, LAGS, autocast=True)
+        del ways["budget"]  # made for the model on one device
+        compare(ways, LAGS, make=on_two_devices)
+        compare(ways, LAGS, make=on_streams)
 
 
 def without_record_stream() -> None:
@@ -100,6 +113,11 @@ def test_streams_of_ones_own_and_two_devices() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lane", ["host, little", "disk, little", "inputs to host", "context, host"])
+def test_every_mode_and_lane_at_every_lag() -> None:
+    on_late_device(every_way_at_every_lag)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lane", FEW)
 def test_every_lane_at_many_random_lags(lane: str) -> None:
     on_late_device(random_lags, argument=lane)
