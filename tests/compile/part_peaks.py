@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -30,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import actmem
 from actmem import Full, Selective
 from actmem.structure import find_blocks
+from tests.children import run
 from tests.compile.compiling import built
 from tests.zoo import ZOO
 
@@ -129,8 +129,7 @@ def _profiled(step: Callable[[], None]) -> dict[str, int]:
 
 def peaks(name: str, backend: str) -> dict[str, dict[str, Any]]:
     """Train a model in every form, each in a process of its own."""
-    command = [sys.executable, "-m", "tests.compile.part_peaks", name, backend]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    done = run("-m", "tests.compile.part_peaks", name, backend)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ import actmem
 from actmem import Full, Offload, Rule, Rules, UnsupportedError
 from actmem.compilercompat import on_compiled_function
 from actmem.engine.compiled_regions import Region
+from tests.children import run
 from tests.compile.blocks import Block as Decoder
 from tests.compile.blocks import assert_same_bits, attention, build, fresh_compiler, step
 from tests.compile.test_compiled_regions import (
@@ -218,17 +217,10 @@ print(json.dumps({
 
 @pytest.mark.slow
 def test_graphs_from_the_cache_on_disk_are_replayed_like_new_ones(tmp_path: Path) -> None:
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     found: list[dict[str, Any]] = []
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT],
-            cwd=Path(__file__).parents[2],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run("-c", SCRIPT, env=environment)
         assert done.returncode == 0, done.stderr[-2000:]
         found.append(json.loads(done.stdout.splitlines()[-1]))
     cold, warm = found
