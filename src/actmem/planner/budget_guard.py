@@ -44,7 +44,7 @@ class Guard:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a batch that would break the budget."""
         if torch.compiler.is_compiling():
-            return  # blocks refuse a plan that is not for graphs; a plan for one graph is for the sizes it was traced with
+            return  # blocks refuse a plan that is not for graphs; sizes are not seen where the model is one graph
         if self._resting or not model.training or not torch.is_grad_enabled():
             return
         if isinstance(next(model.parameters(), None), FakeTensor):
