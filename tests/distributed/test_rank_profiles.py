@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import actmem
 from tests.distributed import layouts
 from tests.distributed.ranks import local
+from tests.flat_device import FLAT
 from tests.patience import PATIENCE_SECONDS
 
 Make = Callable[[], layouts.Job]
@@ -73,7 +74,7 @@ def compare(makes: Sequence[Make], world: int, modes: Sequence[str], folder: Pat
             plain = json.loads((folder / f"{name}.{modes[0]}.{rank}.json").read_text())
             for mode in modes:
                 real = json.loads((folder / f"{name}.{mode}.{rank}.json").read_text())
-                predicted = actmem.predict(found, MODES[mode], "h100-80gb").tensor_bytes
+                predicted = actmem.predict(found, MODES[mode], FLAT).tensor_bytes
                 if abs(predicted - real["bytes"]) > _TOLERANCE:
                     wrong.append(f"{name}, rank {rank}, {mode}: predicted {predicted}, measured {real['bytes']}")
                 if real["parameters"] != plain["parameters"]:
@@ -114,7 +115,7 @@ def test_the_size_of_the_job_does_not_change_what_its_largest_dimension_repeats(
         return job.model, job.step
 
     small, large = (actmem.profile_rank(lambda w=world: build(w), world=world) for world in (4, 4096))
-    assert actmem.predict(small, actmem.Full(), "h100-80gb") == actmem.predict(large, actmem.Full(), "h100-80gb")
+    assert actmem.predict(small, actmem.Full(), FLAT) == actmem.predict(large, actmem.Full(), FLAT)
 
 
 def test_a_process_that_belongs_to_a_group_is_refused() -> None:

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from actmem import ops
+from actmem.applying.nested_units import fsdp_units, keeping_outputs
 from actmem.compilercompat import break_graph, graph_breaks
 from actmem.engine import (
     DESCRIBED,
@@ -60,7 +61,6 @@ from actmem.engine import (
     learn,
     log_once,
     record_compiled_regions,
-    recording,
     run_checkpointed,
     running_function,
     smallest_cut,
@@ -389,7 +389,7 @@ class BlockRunner:
         self.num_checked -= 1
         self.given_up |= getattr(block, "_compiled_call_impl", None) is not None
         self.idle = not self.num_checked and self.verdicts.keeps_everything
-        self._nested = _fsdp_units(block)
+        self._nested = fsdp_units(block)
         self._state_storages = self._state()
         if not IMPORTED.isdisjoint(sys.modules):
             declare_libraries()
@@ -433,7 +433,7 @@ class BlockRunner:
         try:
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
                 if self._nested:
-                    with _keeping_outputs(tape, block, self._nested), tape:
+                    with keeping_outputs(tape, block, self._nested), tape:
                         return forward(block, *args, **kwargs)
                 with tape:
                     return forward(block, *args, **kwargs)
@@ -570,33 +570,6 @@ def _functorch_message(path: str, where: str) -> str:
         "(torch.utils.checkpoint fails in the same place). Use torch.autograd.grad instead, or leave this block out: "
         "blocks='...'."
     )
-
-
-def _fsdp_units(block: nn.Module) -> frozenset[int]:
-    """Return the modules inside the block that FSDP shards on their own."""
-    fsdp: Any = getattr(torch.distributed, "fsdp", None)
-    if fsdp is None:
-        return frozenset()
-    kinds = tuple(
-        k for k in (getattr(fsdp, "FSDPModule", None), getattr(fsdp, "FullyShardedDataParallel", None)) if k is not None
-    )
-    return frozenset(id(m) for m in block.modules() if m is not block and isinstance(m, kinds))
-
-
-@contextlib.contextmanager
-def _keeping_outputs(tape: Tape, block: nn.Module, units: frozenset[int]) -> Generator[None]:
-    """Have a tape hold what these modules return. See `Tape.keep_outputs`."""
-
-    def keep(_: nn.Module, __: Any, out: Any) -> None:
-        if recording() is tape:  # other threads run modules too
-            tape.keep_outputs(out)
-
-    handles = [m.register_forward_hook(keep, prepend=True) for m in block.modules() if id(m) in units]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def local(tensor: Tensor) -> Tensor:
