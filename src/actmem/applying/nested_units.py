@@ -1,4 +1,4 @@
-"""Modules inside a block that FSDP shards on their own: what they return is held, so that no replay reaches into them."""
+"""Modules inside a block that FSDP shards on their own: what they return is held, and no replay reaches into them."""
 
 from __future__ import annotations
 
