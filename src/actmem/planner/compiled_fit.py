@@ -17,7 +17,7 @@ from actmem.planner.compiled_ladder import Ladder, Rung, climb
 from actmem.profiles import Profile
 from actmem.profiling import CompiledStep
 from actmem.settings import Compiled
-from actmem.simulation import is_accelerator
+from actmem.simulation import is_accelerator, outside_torch
 from actmem.structure import Block
 from actmem.units import size
 
@@ -114,6 +114,8 @@ def fit_ladder(
     limit_bytes = budget_bytes
     if fake and not is_accelerator(known):  # numbers that autograd holds outside the graphs are in the same memory
         limit_bytes -= profile.numbers_bytes
+    if known.has_caching_allocator:
+        limit_bytes -= outside_torch(known, profile.shard) + 2 * (known.blas_workspace_bytes or 0)
     stepping = _optimizer_peak(profile)
     chosen = next((rung for rung in ladder.rungs if _peak(profile, rung, stepping) <= limit_bytes), None)
     if chosen is None:
@@ -138,8 +140,20 @@ def fit_ladder(
         routing=profile.routing,
         modules=profile.modules,
         compiled=_said(how),
+        assumptions=_unknowns(known, fake=fake),
     )
     return Plan(plan.rules, plan.blocks, plan.fingerprint, plan.mode, exact=True, predicted=record)
+
+
+def _unknowns(known: Device, *, fake: bool) -> tuple[str, ...]:
+    """Name what a prediction for graphs leaves out.
+
+    >>> from actmem.devices import device
+    >>> print(*_unknowns(device("h100-80gb"), fake=True), sep="; ")
+    workspaces of kernels (fake=False measures them); what the caching allocator adds
+    """
+    found = ["workspaces of kernels (fake=False measures them)"] if fake else []
+    return tuple([*found, "what the caching allocator adds"] if known.has_caching_allocator else found)
 
 
 def _roofline(p: Profile, known: Device, cost: int) -> float:
@@ -171,7 +185,7 @@ def _refusal(
     least = min(ladder.rungs, key=lambda rung: rung.peak_bytes)
     peak = _peak(p, least, stepping) + numbers_bytes
     enough = math.ceil(peak / (1 - headroom) / 2**20) * 2**20
-    less = f" (after {headroom:.0%} for the allocator)" if headroom else ""
+    less = f" (after {headroom:.0%} that stay free)" if headroom else ""
     what = "the whole model" if how[1] else "each block"
     return (
         f"no plan fits {size(budget_bytes)}{less} where {what} is compiled by {how[0].name}. The smallest peak is "
