@@ -72,6 +72,7 @@ def one_rank(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("example", alone())
 def test_an_example_runs_and_what_it_applies_trains(example: Example, tmp_path: Path, one_rank: None) -> None:
     given: dict[str, Any] = {"actmem": actmem, "torch": torch, "folder": str(tmp_path)}
+    given["speed"] = actmem.device("h100-80gb").tensors_only()  # the pages say so where they first use it
     for name, case in MODELS.items():
         if re.search(rf"\b{name}\b", example.code):
             built = ZOO[case].build()
