@@ -21,7 +21,7 @@ _MAKES_MESHES = ("__init__", "_flatten", "_unflatten", "_concatenate", "from_gro
 
 @contextlib.contextmanager
 def silent_group(world: int, rank: int) -> Generator[None]:
-    """Be one rank of a default process group that communicates with nobody; destroy all groups in the end."""
+    """Make this process one rank of a default group that communicates with nobody; destroy all groups in the end."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
 
     _forget_meshes()

@@ -34,7 +34,7 @@ import sys
 import warnings
 import weakref
 from abc import ABCMeta
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from actmem import ops
-from actmem.applying.nested_units import fsdp_units, keeping_outputs
+from actmem.applying.class_exchange import Exchanged, set_class
 from actmem.compilercompat import break_graph, graph_breaks
 from actmem.engine import (
     DESCRIBED,
@@ -61,6 +61,7 @@ from actmem.engine import (
     learn,
     log_once,
     record_compiled_regions,
+    recording,
     run_checkpointed,
     running_function,
     smallest_cut,
@@ -89,9 +90,6 @@ __all__ = ["BlockRunner", "SharedState", "applied_runner", "install", "local", "
 
 Classes = dict[tuple[type, BlockFamily], type]
 
-_set_class: Callable[[object, type], None] = vars(object)["__class__"].__set__
-"""Swap the real class, whatever `__class__` and `__setattr__` of the object do."""
-
 _MAKES_CLASSES = ("torch.nn.utils.parametrize", "torch.distributed.")
 """Modules that make a new class from a module's class, and assign it."""
 
@@ -113,7 +111,7 @@ def install(block: nn.Module, runner: BlockRunner, classes: Classes) -> None:
     if key not in classes:
         classes[key] = _subclass(*key, classes)
     vars(classes[key])["_actmem_runners"][id(block)] = runner
-    _set_class(block, classes[key])
+    set_class(block, classes[key])
 
 
 def _subclass(original: Any, family: BlockFamily, classes: Classes) -> type:
@@ -129,7 +127,7 @@ def _subclass(original: Any, family: BlockFamily, classes: Classes) -> type:
 
     def assign_class(self: nn.Module, kind: type) -> None:
         before = type(self)
-        _set_class(self, kind)
+        set_class(self, kind)
         if before is managed and id(self) in runners and not hasattr(kind, "_actmem_runners"):
             install(self, runners[id(self)], classes)  # kept here too: a call may be in progress
             names: dict[str, Any] = {**vars(managed)}
@@ -138,7 +136,7 @@ def _subclass(original: Any, family: BlockFamily, classes: Classes) -> type:
                     setattr(type(self), name, value)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        exchanged = _Exchanged(self, original)
+        exchanged = Exchanged(self, original)
         with exchanged.unless_kept():
             registered: Any = copyreg.dispatch_table.get(original)
             found: Any = self.__reduce_ex__(protocol) if registered is None else registered(self)  # may be a name
@@ -146,7 +144,7 @@ def _subclass(original: Any, family: BlockFamily, classes: Classes) -> type:
 
     def hidden(method: Any) -> Any:
         def run(self: Any, *args: Any) -> Any:
-            with _Exchanged(self, original).unless_kept():
+            with Exchanged(self, original).unless_kept():
                 return method(self, *args)
 
         return run
@@ -171,45 +169,6 @@ def _subclass(original: Any, family: BlockFamily, classes: Classes) -> type:
     managed: Any = make(kind, original.__name__, (_Untold, original), names)
     managed.__bases__ = (original,)
     return managed
-
-
-class _Exchanged:
-    """A block under another class until this is closed, iterated over (as the list items of a pickle) or forgotten."""
-
-    def __init__(self, block: object, kind: type) -> None:
-        self._block: object = block
-        self._kind, self._before = kind, type(block)
-        self._is_kept = False
-        self._items: Iterator[Any] = iter(())
-        _set_class(block, kind)
-
-    @contextlib.contextmanager
-    def unless_kept(self) -> Generator[None]:
-        try:
-            yield
-        finally:
-            if not self._is_kept:
-                self.close()
-
-    def kept_by_items(self, func: Any, args: Any, state: Any = None, items: Any = None, *rest: Any) -> tuple[Any, ...]:
-        """Return what `__reduce_ex__` returned, wrapped so that the swap ends once its list items have been read."""
-        self._is_kept, self._items = True, items or self._items
-        return func, args, state, self, *rest
-
-    def __iter__(self) -> _Exchanged:
-        return self
-
-    def __next__(self) -> Any:
-        self.close()
-        return next(self._items)
-
-    def close(self) -> None:
-        """Give the block its class back, unless it was given another in the meantime."""
-        if type(self._block) is self._kind:
-            _set_class(self._block, self._before)
-        self._block = None
-
-    __del__ = close
 
 
 class _Untold:
@@ -296,7 +255,7 @@ def uninstall(block: nn.Module, runner: BlockRunner) -> None:
     """
     runner.active = runner.family.active = False
     if vars(type(block)).get("_actmem_runners", {}).get(id(block)) is runner:
-        _set_class(block, vars(type(block))["_actmem_original"])
+        set_class(block, vars(type(block))["_actmem_original"])
 
 
 class BlockRunner:
@@ -389,7 +348,7 @@ class BlockRunner:
         self.num_checked -= 1
         self.given_up |= getattr(block, "_compiled_call_impl", None) is not None
         self.idle = not self.num_checked and self.verdicts.keeps_everything
-        self._nested = fsdp_units(block)
+        self._nested = _fsdp_units(block)
         self._state_storages = self._state()
         if not IMPORTED.isdisjoint(sys.modules):
             declare_libraries()
@@ -433,7 +392,7 @@ class BlockRunner:
         try:
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
                 if self._nested:
-                    with keeping_outputs(tape, block, self._nested), tape:
+                    with _keeping_outputs(tape, block, self._nested), tape:
                         return forward(block, *args, **kwargs)
                 with tape:
                     return forward(block, *args, **kwargs)
@@ -570,6 +529,33 @@ def _functorch_message(path: str, where: str) -> str:
         "(torch.utils.checkpoint fails in the same place). Use torch.autograd.grad instead, or leave this block out: "
         "blocks='...'."
     )
+
+
+def _fsdp_units(block: nn.Module) -> frozenset[int]:
+    """Return the modules inside the block that FSDP shards on their own."""
+    fsdp: Any = getattr(torch.distributed, "fsdp", None)
+    if fsdp is None:
+        return frozenset()
+    kinds = tuple(
+        k for k in (getattr(fsdp, "FSDPModule", None), getattr(fsdp, "FullyShardedDataParallel", None)) if k is not None
+    )
+    return frozenset(id(m) for m in block.modules() if m is not block and isinstance(m, kinds))
+
+
+@contextlib.contextmanager
+def _keeping_outputs(tape: Tape, block: nn.Module, units: frozenset[int]) -> Generator[None]:
+    """Have a tape hold what these modules return. See `Tape.keep_outputs`."""
+
+    def keep(_: nn.Module, __: Any, out: Any) -> None:
+        if recording() is tape:  # other threads run modules too
+            tape.keep_outputs(out)
+
+    handles = [m.register_forward_hook(keep, prepend=True) for m in block.modules() if id(m) in units]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def local(tensor: Tensor) -> Tensor:
