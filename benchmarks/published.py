@@ -1,6 +1,7 @@
 """Peaks of real trainings that others published: a section of `benchmarks/validation.py`.
 
-The filter, written down before anything was predicted. A row of a published table is predicted if all of this holds:
+The filter, written down before any of these rows was predicted. A row of a published table is predicted if all of this
+holds:
 
 - one rank, or ranks that only hold copies of the model: no tensor, sequence, context, pipeline or expert parallelism,
   no sharded parameters, no distributed optimizer (those are layouts);

@@ -56,6 +56,7 @@ PROMISED = {
     "offload",
     "predict",
     "profile",
+    "profile_rank",
     "record",
     "replayable",
     "verify",

@@ -8,8 +8,9 @@ from dataclasses import replace
 from actmem.devices import Device
 from actmem.errors import BudgetError
 from actmem.plan import Plan
+from actmem.planner.named_modes import named_steps
 from actmem.profiles import Profile
-from actmem.simulation import card_memory, outside_torch, unknowns
+from actmem.simulation import CardMemory, card_memory, cost_seconds, outside_torch, prediction, unknowns
 from actmem.units import size
 
 __all__ = ["allowed_text", "fit_card"]
@@ -36,11 +37,20 @@ def fit_card(find: Callable[[int], Plan], profiles: Sequence[Profile], budget_by
             f"lie outside torch, and cuBLAS has two workspaces of {size(known.blas_workspace_bytes or 0)}. Allow more: "
             f"budget={2 * (budget_bytes - target_bytes)}."
         )
+    first: Plan | None = None
     while True:
-        plan = find(target_bytes)
+        try:
+            plan = find(target_bytes)
+        except BudgetError:
+            found = None if first is None else _by_name(first, profiles, limit_bytes, known)
+            if found is None:
+                raise
+            plan, most = found
+            break
         most = max((card_memory(p, plan, known)[0] for p in profiles), key=lambda memory: memory.reserved_bytes)
         if most.reserved_bytes <= limit_bytes:
             break
+        first = first or plan
         target_bytes -= most.reserved_bytes - limit_bytes
     assert plan.predicted is not None
     predicted = replace(
@@ -51,6 +61,31 @@ def fit_card(find: Callable[[int], Plan], profiles: Sequence[Profile], budget_by
         assumptions=tuple(dict.fromkeys(text for p in profiles for text in unknowns(p))),
     )
     return replace(plan, mode=f"fit(budget={budget_bytes})", predicted=predicted)
+
+
+def _by_name(
+    first: Plan, profiles: Sequence[Profile], limit_bytes: int, known: Device
+) -> tuple[Plan, CardMemory] | None:
+    """Return the fastest named mode that fits. It may fragment less than a plan with as many bytes of tensors."""
+    told = first.predicted
+    assert told is not None
+    chief = next(p for p in profiles if p.shapes == told.shapes)
+    seconds = cost_seconds(chief, known)
+    fitting: list[tuple[float, Plan, CardMemory]] = []
+    for plan, simulated in named_steps(chief):
+        most = max((card_memory(p, plan, known)[0] for p in profiles), key=lambda memory: memory.reserved_bytes)
+        if most.reserved_bytes <= limit_bytes:
+            said = prediction(chief, simulated, seconds)
+            predicted = replace(
+                told,
+                peak_bytes=said.live_bytes,
+                peak_at=f"{said.peak_op}{f' in {said.peak_block}' if said.peak_block else ''}",
+                step_time_ratio=said.step_time_ratio,
+                replayed_flops=said.replayed_flops,
+                gap=said.step_time_ratio - told.bound,
+            )
+            fitting.append((said.step_time_ratio, replace(plan, predicted=predicted), most))
+    return None if not fitting else min(fitting, key=lambda each: each[0])[1:]
 
 
 def allowed_text(num_bytes: int) -> str:
