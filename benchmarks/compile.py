@@ -197,7 +197,7 @@ def _against(outcome: Outcome, shape: Shape, budgets: Sequence[float]) -> None:
 
     model, ids = build(shape, "dense"), shape.tokens()
     # The compiler's knapsack counts FLOPs. So does a device that moves bytes in no time.
-    known = dataclasses.replace(resolved("h100-80gb"), memory_bytes_per_second=1e30)
+    known = dataclasses.replace(resolved("h100-80gb").tensors_only(), memory_bytes_per_second=1e30)
     blocks = find_blocks(model)
     # With a second microbatch the gradients exist from the start, as they do in the measured steps.
     found = actmem.profile(model, (ids, ids), optimizer=None, microbatches=2)

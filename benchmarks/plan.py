@@ -45,6 +45,8 @@ from benchmarks.models import ResNetLike, UNetLike, train_step
 from benchmarks.outcome import Bound, Outcome
 
 ROOFLINE = "h100-80gb"
+DEVICE = actmem.device(ROOFLINE).tensors_only()
+"""Of that speed, where a budget is a bound on the bytes of tensors: what a CPU measures."""
 NUM_ATTEMPTS = 3
 NUM_REPETITIONS = 7
 EXACT_LIMIT, FAKE_MOE_LIMIT = 1.005, 1.05
@@ -193,11 +195,11 @@ def _true(outcome: Outcome, case: Case, num_budgets: int) -> None:
     model = case.make()
     profile = actmem.profile(model, case.batch, fake=case.fake, optimizer=case.optimizer)
     least, most = smallest_peak(profile)[0], _measured(case, "plain").peak_bytes
-    modes = {name: actmem.predict(profile, mode, ROOFLINE) for name, mode in NAMED.items()}
+    modes = {name: actmem.predict(profile, mode, DEVICE) for name, mode in NAMED.items()}
     found: list[dict[str, Any]] = []
     for nth in range(num_budgets):
         budget = least + (most - least) * nth // (num_budgets - 1)
-        plan = _fit(case, model, budget, ROOFLINE)
+        plan = _fit(case, model, budget, DEVICE)
         measured = _measured(case, plan)
         fitting_modes = [p.step_time_ratio for p in modes.values() if p.peak_bytes <= budget]
         assert plan.predicted is not None
@@ -237,7 +239,7 @@ def _bound_true(outcome: Outcome, case: Case, found: list[dict[str, Any]]) -> No
     ]
 
 
-def _fit(case: Case, model: nn.Module, budget: int, device: str | None) -> actmem.Plan:
+def _fit(case: Case, model: nn.Module, budget: int, device: actmem.Device | None) -> actmem.Plan:
     settings: dict[str, Any] = {"fake": case.fake, "optimizer": case.optimizer}
     return actmem.fit(model, case.batch, budget=budget, device=device, headroom=0, **settings)
 
@@ -274,7 +276,7 @@ def _compiler(outcome: Outcome, case: Case, fractions: Sequence[float]) -> None:
             compiled = _measured_compiled(case, fraction)
             fitted = _measured(
                 case,
-                _fit(case, case.make(), least + int((plain.peak_bytes - least) * fraction), ROOFLINE),
+                _fit(case, case.make(), least + int((plain.peak_bytes - least) * fraction), DEVICE),
             )
             for who, measured in (("the compiler's budget", compiled), ("fitted", fitted)):
                 again = _flops(measured) - _flops(plain)
@@ -499,7 +501,7 @@ def planned(large: Large) -> dict[str, Any]:
     profile = actmem.profile(model, batch, shard=large.shard)
     profiled = perf_counter()
     least = smallest_peak(profile)[0]
-    budget = (least + actmem.predict(profile, actmem.SaveEverything(), ROOFLINE).peak_bytes) // 2
+    budget = (least + actmem.predict(profile, actmem.SaveEverything(), DEVICE).peak_bytes) // 2
     solutions: list[Solution] = []
     really_solve = budget_fit.solve
 
@@ -507,10 +509,9 @@ def planned(large: Large) -> dict[str, Any]:
         solutions.append(really_solve(*args, **kwargs))
         return solutions[-1]
 
-    device = actmem.device(ROOFLINE)
     with patch.object(budget_fit, "solve", listened):
         begun = perf_counter()
-        plan = budget_fit.fit_profile([profile], budget, device)
+        plan = budget_fit.fit_profile([profile], budget, DEVICE)
         done = perf_counter()
     assert plan.predicted is not None
     return {

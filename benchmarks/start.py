@@ -11,7 +11,18 @@ from time import perf_counter
 
 from benchmarks.outcome import Bound, Outcome
 
-FIT = ("fit", "llama-3.1-8b", "--sequence", "8192", "--device", "h100-80gb", "--budget", "72GiB")
+FIT = (
+    "fit",
+    "llama-3.1-8b",
+    "--sequence",
+    "8192",
+    "--device",
+    "h100-80gb",
+    "--budget",
+    "72GiB",
+    "--optimizer",
+    "adamw_fused",
+)
 IMPORT_LIMIT = 0.3
 FIT_LIMIT = 20.0
 

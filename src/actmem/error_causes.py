@@ -178,6 +178,13 @@ OWN: tuple[Cause, ...] = (
         "Data read back from a disk is checked against a checksum: wrong bytes raise an error, never a wrong gradient.",
     ),
     _of(
+        "SnapshotError",
+        "actmem-snapshot",
+        "A file is not a recording of CUDA memory that can be read.",
+        "Write it with torch.cuda.memory._dump_snapshot(path), or with actmem record.",
+        "Snapshots are read without running anything in them: a file that names code is refused.",
+    ),
+    _of(
         "UnsupportedError",
         "actmem-unsupported",
         "A feature of torch is in use that is not compatible with actmem.",

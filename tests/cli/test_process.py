@@ -50,6 +50,7 @@ def test_a_process_prints_one_document_and_nothing_else() -> None:
     assert json.loads(done.stdout)["command"] == "show"
 
 
+@pytest.mark.usefixtures("flat_device")
 def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     command = ("-m", "actmem", "fit", "slow:make", "--device", "flat", "--budget", "2MiB")

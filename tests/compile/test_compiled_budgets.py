@@ -16,10 +16,10 @@ from torch.profiler import record_function
 import actmem
 from actmem import Budget, BudgetError, Compiled, ModeError, Plan, UnsupportedError
 from actmem.planner import compilation, fit_ladder, make_ladder
-from actmem.simulation import resolved
 from actmem.structure import find_blocks
 from benchmarks.compile import MARK, allocated
 from tests.compile.compiling import Stack, built, compiled, gradients
+from tests.flat_device import FLAT
 from tests.zoo import ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own, of many kinds
@@ -74,7 +74,7 @@ def peak_of(model: nn.Module, call: Any, batch: Any = BATCH, loss: Any = torch.s
     return sum(state.values()) + allocated(step)[0]
 
 
-KNOWN = resolved("h100-80gb")
+KNOWN = FLAT
 
 
 @functools.cache
@@ -137,7 +137,7 @@ def test_how_a_model_is_compiled_is_seen_and_gradients_are_those_of_compiled_pla
         call = compiled(model, "block.compile", "aot_eager")
         applied = None
         if budget is not None:
-            mode = Budget(budget, device="h100-80gb", optimizer=None)
+            mode = Budget(budget, device=FLAT, optimizer=None)
             applied = actmem.apply(model, mode, example=BATCH, loss=torch.sum)
         call(*BATCH).sum().backward()
         return gradients(model), applied
@@ -153,9 +153,7 @@ def test_a_plan_for_compiled_blocks_does_not_run_in_eager_and_one_for_eager_bloc
     model = stack()
     with actmem.apply(model, planned(2**30)), pytest.raises(UnsupportedError, match="runs in eager"):
         model(*BATCH)
-    with actmem.apply(
-        model, actmem.fit(model, BATCH, loss=torch.sum, budget=310_000, optimizer=None, device="h100-80gb")
-    ):
+    with actmem.apply(model, actmem.fit(model, BATCH, loss=torch.sum, budget=310_000, optimizer=None, device=FLAT)):
         compiled(model, "block.compile")
         with pytest.raises(UnsupportedError, match="compiled=True"):
             model(*BATCH)
@@ -188,7 +186,7 @@ def test_a_block_that_breaks_the_graph_is_refused() -> None:
             BATCH,
             loss=torch.sum,
             budget="1MiB",
-            device="h100-80gb",
+            device=FLAT,
             compiled=Compiled(backend="aot_eager"),
         )
 
@@ -197,14 +195,14 @@ def test_blocks_that_are_not_compiled_alike_are_refused() -> None:
     model = stack()
     model.layers[0].compile(backend="aot_eager")
     with pytest.raises(ModeError, match="1 of 4 blocks are compiled"):
-        actmem.fit(model, BATCH, loss=torch.sum, budget="1MiB", device="h100-80gb")
+        actmem.fit(model, BATCH, loss=torch.sum, budget="1MiB", device=FLAT)
 
 
 def test_a_block_inside_what_torch_compile_returns_is_refused_with_the_line_that_helps() -> None:
     model = stack()
     compiled(model, "torch.compile(block)", "aot_eager")
     with pytest.raises(ModeError, match=r"Compile it in place, block.compile\(\)"):
-        actmem.fit(model, BATCH, loss=torch.sum, budget="1MiB", device="h100-80gb")
+        actmem.fit(model, BATCH, loss=torch.sum, budget="1MiB", device=FLAT)
 
 
 @pytest.mark.slow
@@ -214,7 +212,7 @@ def test_a_plan_holds_for_blocks_that_torch_compile_replaces_and_for_a_model_tha
     ladder, _ = ladder_of("aot_eager", "model")
     model = stack()
     call = torch.compile(model, backend="aot_eager")
-    mode = Budget(int(ladder.rungs[-1].peak_bytes / 0.95) + 100, device="h100-80gb", optimizer=None)
+    mode = Budget(int(ladder.rungs[-1].peak_bytes / 0.95) + 100, device=FLAT, optimizer=None)
     with actmem.apply(call, mode, example=BATCH, loss=torch.sum) as applied:
         assert applied.plan.predicted is not None
         assert peak_of(model, call) == applied.plan.predicted.peak_bytes == ladder.rungs[-1].peak_bytes
@@ -228,7 +226,7 @@ def test_planning_leaves_no_trace_in_a_compiled_model() -> None:
     own = [(type(layer), layer._compiled_call_impl) for layer in model.layers]
     state = torch.get_rng_state()
     for fake in (True, False):
-        actmem.fit(model, BATCH, loss=torch.sum, budget="1MiB", device="h100-80gb", fake=fake)
+        actmem.fit(model, BATCH, loss=torch.sum, budget="1MiB", device=FLAT, fake=fake)
     assert [(type(layer), layer._compiled_call_impl) for layer in model.layers] == own
     assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
     with torch._dynamo.config.patch(error_on_recompile=True):

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -21,6 +19,9 @@ from actmem import Full
 from actmem.engine.kernel_launches import written_by_launch
 from tests.engine.cases import batch as a_batch
 from tests.engine.cases import compare, never, replayed, simple_step, stack
+
+triton: Any = pytest.importorskip("triton", reason="triton is not installed")
+tl: Any = pytest.importorskip("triton.language")
 
 WIDTH = 8
 HAS_LIGER = importlib.util.find_spec("liger_kernel") is not None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import actmem
 from actmem import Full, OffloadActivations, SaveEverything
 from actmem.measuring import measure_machine
+from tests.flat_device import FLAT
 from tests.late_device import late
 from tests.late_device.stage import needs_compiler, on_late_device
 from tests.late_device.trainings import LAGS, Block, batch, lanes, model
@@ -58,7 +59,7 @@ def the_peak_is_the_allocators() -> None:
         for name, way in ways.items():
             if isinstance(way(), dict):
                 continue
-            predicted = actmem.predict(prediction, way(), "h100-80gb").peak_bytes
+            predicted = actmem.predict(prediction, way(), FLAT).peak_bytes
             for lateness in ("copies late", "all held"):
                 held, measured = _peaks(way(), x, lateness)
                 assert held == measured, f"{name}, {lateness}: the allocator holds {held}, measure says {measured}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import actmem
 from actmem import Full, Offload, OffloadActivations, Rule, Rules, SaveEverything, Selective, Targets
+from tests.flat_device import FLAT
 from tests.late_device import late
 
 Lag = Callable[[], AbstractContextManager[None]]
@@ -73,7 +74,7 @@ def batch(rows: int = 32) -> Tensor:
 def _between(most: Any, least: Any) -> int:
     """Return a number of bytes between the predicted peaks of two modes."""
     found = actmem.profile(model(), (batch(),))
-    return sum(actmem.predict(found, mode, "h100-80gb").peak_bytes for mode in (most, least)) // 2
+    return sum(actmem.predict(found, mode, FLAT).peak_bytes for mode in (most, least)) // 2
 
 
 _MIXED = [Rule("offload", module="*.qkv"), Rule("save", module="*.mlp*"), Rule("recompute")]

@@ -162,14 +162,16 @@ def test_the_last_of_several_batches_has_the_predicted_peak() -> None:
     assert training.measured(plan).peak_bytes == plan.predicted.peak_bytes <= (full + plain) // 2
 
 
-def test_a_part_of_a_device_is_a_budget_and_some_is_left_to_the_allocator() -> None:
+def test_a_part_of_a_device_is_a_budget_and_some_of_it_stays_free_if_asked() -> None:
     training = simple()
-    memory = actmem.device(DEVICE).memory_bytes
-    plan = actmem.fit(training.model, training.batch, budget=0.5, device=DEVICE, loss=mean)
+    memory = DEVICE.memory_bytes
+    whole = actmem.fit(training.model, training.batch, budget=0.5, device=DEVICE, loss=mean)
+    assert whole.predicted is not None
+    assert (whole.predicted.headroom, whole.predicted.budget_bytes) == (0, memory // 2)
+    plan = actmem.fit(training.model, training.batch, budget=0.5, device=DEVICE, loss=mean, headroom=0.05)
     assert plan.predicted is not None
-    assert plan.predicted.headroom == 0.05
     assert plan.predicted.budget_bytes == int(memory // 2 * 0.95)
-    assert "5 % of the budget left to the allocator" in str(plan)
+    assert "5 % of the budget left free" in str(plan)
 
 
 # -------------------------------------------------------------------- as a mode

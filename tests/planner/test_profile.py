@@ -17,7 +17,7 @@ from actmem import catalogue
 from actmem.decisions import Decision
 from actmem.errors import ModeError, PlanError, UnsupportedError
 from actmem.log_entries import OperatorEntry
-from actmem.profiles import Profile
+from actmem.profiles import PROFILE_VERSION, Profile
 from actmem.profiling import session, step_profile
 from actmem.simulation.simulator import simulate
 from tests.planner.steps import DEVICE, Act, Training, rows, stack, tokens, zoo
@@ -136,7 +136,7 @@ def test_what_is_no_profile_is_refused() -> None:
         with pytest.raises(PlanError, match="this is not a profile"):
             Profile.from_json(wrong)
     with pytest.raises(PlanError, match="another version"):
-        Profile.from_json(text.replace('"version":3', '"version":2'))
+        Profile.from_json(text.replace(f'"version":{PROFILE_VERSION}', '"version":2'))
 
 
 # -------------------------------------------------------------------- what cannot be seen

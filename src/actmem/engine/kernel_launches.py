@@ -248,6 +248,8 @@ class _Addresses(ast.NodeVisitor):
         """Return the parameters that an expression may be an address into."""
         if isinstance(node, ast.Name):
             return self._roots.get(node.id, set())
+        if isinstance(node, ast.Compare):  # a mask
+            return set()
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "load":
             return set()
         return set[str]().union(*(self._of(child) for child in ast.iter_child_nodes(node)))

@@ -79,6 +79,9 @@ class _Changes:
         """A name and its bytes; none where it is freed."""
 
     def allocated(self, storage: int, num_bytes: int) -> None:
+        self.freed(
+            storage
+        )  # one that is filled again was emptied, whoever holds it: FSDP does that with its parameters
         self._alive.add(storage)
         self.found.append((storage, num_bytes))
 
