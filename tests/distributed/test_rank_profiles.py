@@ -82,7 +82,7 @@ def compare(makes: Sequence[Make], world: int, modes: Sequence[str], folder: Pat
     assert not wrong, "\n".join(wrong)
 
 
-QUICK = (layouts.fsdp, layouts.sequences, layouts.experts, layouts.pipeline_interleaved_zero_bubble)
+QUICK = (layouts.fsdp, layouts.sequences, layouts.pipeline_interleaved_zero_bubble)
 
 
 def test_a_rank_takes_what_was_predicted_of_it(tmp_path: Path) -> None:
