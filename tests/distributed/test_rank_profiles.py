@@ -49,7 +49,7 @@ def _worker(rank: int, world: int, cases: Sequence[tuple[str, str]], folder: str
         )
         job: layouts.Job = getattr(layouts, name)()
         if mode != "plain":
-            actmem.apply(job.model, MODES[mode])
+            actmem.apply(job.model, MODES[mode] if mode in MODES else actmem.FromPlan(f"{folder}/{rank}.json"))
         job.step()
         job.step()
         # A thread of gloo's lets go of a buffer late now and then: the smaller of two is the step's own.
@@ -97,6 +97,35 @@ def test_a_rank_takes_what_was_predicted_of_it(tmp_path: Path) -> None:
 )
 def test_every_layout_takes_what_was_predicted_of_it(makes: Sequence[Make], world: int, tmp_path: Path) -> None:
     compare(makes, world, tuple(MODES), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [layouts.fsdp, layouts.sequences, layouts.experts, layouts.pipeline_1f1b])
+def test_a_budget_is_kept_on_every_rank(make: Make, tmp_path: Path) -> None:
+    name, budgets = make.__name__, []
+    for rank in range(2):
+        found = actmem.profile_rank(builds(make), world=2, rank=rank)
+        least, most = (actmem.predict(found, MODES[mode], FLAT).tensor_bytes for mode in ("full", "plain"))
+        budgets.append((least + most) // 2)
+        actmem.fit(found, budget=budgets[-1], device=FLAT).save(tmp_path / f"{rank}.json")
+    cases = [(name, "plain"), (name, "fitted")]
+    torch.multiprocessing.spawn(_worker, args=(2, cases, str(tmp_path)), nprocs=2)
+    for rank, budget in enumerate(budgets):
+        plain, fitted = (
+            json.loads((tmp_path / f"{name}.{mode}.{rank}.json").read_text()) for mode in ("plain", "fitted")
+        )
+        assert fitted["bytes"] <= budget < plain["bytes"]
+        assert fitted["parameters"] == plain["parameters"]
+
+
+def test_a_profile_is_planned_for_as_it_is() -> None:
+    found = actmem.profile_rank(builds(layouts.fsdp), world=2)
+    full = actmem.predict(found, actmem.Full(), FLAT).tensor_bytes
+    plan = actmem.fit(found, budget=full + 100_000, device=FLAT)
+    assert plan.predicted is not None
+    assert full <= plan.predicted.peak_bytes <= full + 100_000
+    with pytest.raises(actmem.ModeError, match="a profile already says"):
+        actmem.fit(found, (torch.zeros(1),), budget="1GiB", device=FLAT)
 
 
 # -------------------------------------------------------------------- what profile_rank leaves, and refuses

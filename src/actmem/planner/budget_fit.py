@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
 from actmem.plan import FitRecord, Plan
 from actmem.planner.card_fit import allowed_text, fit_card
-from actmem.planner.compiled_fit import compilation, fit_ladder, make_ladder
+from actmem.planner.compiled_fit import check_compiled, compilation, fit_ladder, make_ladder
 from actmem.planner.named_modes import named_keeps, named_steps
 from actmem.planner.rules_writer import ANY, loosened, write_rules
 from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, solve
@@ -27,6 +27,7 @@ from actmem.simulation import (
     Simulated,
     cost_seconds,
     decisions,
+    dtypes_of,
     follow,
     is_accelerator,
     lowering,
@@ -59,7 +60,7 @@ class Allowance:
 
 
 def fit(
-    model: nn.Module,
+    model: nn.Module | Profile,
     example: dict[str, Any] | tuple[Any, ...] | None = None,
     *,
     budget: str | int | float,
@@ -88,7 +89,8 @@ def fit(
     `apply(model, plan)` does that.
 
     Args:
-        model: the model, in training mode; it may be on the meta device.
+        model: the model, in training mode; it may be on the meta device. Or a profile, such as of `profile_rank`: then
+            `budget`, `device`, `offload`, `headroom` and `time_limit` are all that is left to say.
         example: a batch: a dict for `model(**example)`, or a tuple for `model(*example)`.
         budget: such as "20GiB", a number of bytes, or a fraction of the device's memory, such as 0.9.
         step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
@@ -138,6 +140,14 @@ def fit(
     >>> print(*plan.predicted.calls[0])
     input float32 [256, 64]
     """
+    if isinstance(model, Profile):
+        if any(given is not None for given in (example, step, loss, blocks, scope, compiled)) or examples:
+            raise ModeError(
+                "a profile already says what the step does: example, examples, step, loss, blocks, scope and compiled "
+                "cannot be combined with it. Omit them, or pass the model itself."
+            )
+        known = resolved(device, dtypes_of(model))
+        return fit_profiles([model], allowance(budget, known, headroom), known, offload=offload, time_limit=time_limit)
     check_module(model)
     batches = [*examples] if example is None else [example, *examples]
     if step is not None and examples:
@@ -161,8 +171,8 @@ def fit(
     found_blocks = find_blocks(model, blocks, scope)
     how = compilation(model, found_blocks, compiled)
     if how is not None:
-        _check_compiled(step=step, examples=examples, offload=offload, shard=shard)
-        model = getattr(model, "_orig_mod", model)
+        check_compiled(step=step, examples=examples, offload=offload, shard=shard)
+        model = cast("nn.Module", getattr(model, "_orig_mod", model))
         found_blocks = find_blocks(model, blocks, scope)
     with called_as(f"actmem.fit(model, {what}, budget=..., fake=False)"):
         found = profiles(
@@ -183,15 +193,6 @@ def fit(
         ladder = make_ladder(model, found_blocks, batches[0], loss, how, found[0], known, fake=fake)
         return fit_ladder(ladder, allowed.budget_bytes, known, how, headroom=allowed.headroom, fake=fake)
     return fit_profiles(found, allowed, known, offload=offload, time_limit=time_limit)
-
-
-def _check_compiled(**given: object) -> None:
-    named = [name for name, value in given.items() if value not in (None, (), [], 1)]
-    if named:
-        raise ModeError(
-            f"{' and '.join(named)} cannot be combined with compiled blocks: their plan is for one example, and only "
-            "saves and recomputes. Leave it out, or plan for blocks in eager: compiled=False."
-        )
 
 
 def allowance(budget: str | int | float, known: Device, headroom: float | None = None) -> Allowance:

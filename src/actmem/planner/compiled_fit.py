@@ -21,7 +21,7 @@ from actmem.simulation import is_accelerator, outside_torch
 from actmem.structure import Block
 from actmem.units import size
 
-__all__ = ["Compilation", "compilation", "fit_ladder", "make_ladder"]
+__all__ = ["Compilation", "check_compiled", "compilation", "fit_ladder", "make_ladder"]
 
 Compilation = tuple[Compiler, bool]
 """How a model is compiled, and whether it is one graph."""
@@ -100,6 +100,16 @@ def make_ladder(
     )
     with step:
         return climb(step, profile, known, whole=how[1])
+
+
+def check_compiled(**given: object) -> None:
+    """Refuse arguments that cannot be combined with compiled blocks."""
+    named = [name for name, value in given.items() if value not in (None, (), [], 1)]
+    if named:
+        raise ModeError(
+            f"{' and '.join(named)} cannot be combined with compiled blocks: their plan is for one example, and only "
+            "saves and recomputes. Leave it out, or plan for blocks in eager: compiled=False."
+        )
 
 
 def fit_ladder(
