@@ -137,12 +137,14 @@ def training_events(
 ) -> Iterator[tuple[bool, Event]]:
     """Yield the allocations of several steps, from an empty allocator on; and whether the last step begins there."""
     begins = False
+    ranks = profile.shard
     state = [(n, size) for n, size, role in profile.stock if role == "optimizer_state" and size > _COUNTER_BYTES]
     state += [(-1 - nth, size) for nth, size in enumerate(profile.optimizer_stock)]
     there = {number for number, _, role in profile.stock if role not in ("optimizer_state", "gradients")}
-    for number, size, _ in profile.stock:
+    for number, size, role in profile.stock:
         if number in there:
-            yield False, Alloc(number, size)
+            yield False, Alloc(number, _part(size, ranks) if role == "parameters" else size)
+    lasting = _lasting(changes) if ranks > 1 else frozenset[int]()
     holder: dict[int, int | str] = {number: number for number in there}
     """Who has the memory of what was there when the step began."""
     done: set[str] = set()
@@ -160,16 +162,16 @@ def training_events(
                     else:
                         holder |= {number: number for number, _ in state}
                         for number, size in state:
-                            yield begins, Alloc(number, size)
+                            yield begins, Alloc(number, _part(size, ranks))
                 if change.name == _OPTIMIZER:
                     for number, size in profile.optimizer_memory:
                         name = f"{step}: step {number}"
-                        yield begins, Alloc(name, size) if size else Free(name)
+                        yield begins, Alloc(name, _part(size, ranks)) if size else Free(name)
                 continue
             number, size = change
             if size:
                 born[number] = name = f"{step}: {number}"
-                yield begins, Alloc(name, size)
+                yield begins, Alloc(name, _part(size, ranks) if number in lasting else size)
                 if number in left:
                     yield begins, Free(left.pop(number))
             elif number in born:
@@ -183,6 +185,23 @@ def training_events(
         elif profile.microbatches == 1:
             for name in born.values():  # optimizer.zero_grad()
                 yield False, Free(name)
+
+
+def _lasting(changes: list[tuple[int, int] | _Mark]) -> frozenset[int]:
+    """Return what a step allocates and leaves behind: gradients.
+
+    >>> sorted(_lasting([(1, 8), (2, 8), (1, 0)]))
+    [2]
+    """
+    alive: set[int] = set()
+    for change in changes:
+        if not isinstance(change, _Mark):
+            (alive.add if change[1] else alive.discard)(change[0])
+    return frozenset(alive)
+
+
+def _part(num_bytes: int, num_ranks: int) -> int:
+    return -(-num_bytes // num_ranks)
 
 
 def card_memory(
@@ -219,8 +238,8 @@ def card_memory(
     allocated = max((allocated for allocated, _ in memory.curve[last:]), default=0)
     reserved = memory.peak_reserved_bytes
     if profile.shard > 1:
-        # The allocations are those of the whole model. Of a rank, only the sum is known: what rounding and
-        # fragmentation add to it is taken from the whole.
+        # What a rank gathers and scatters is known as a sum only. What rounding and fragmentation add to it is taken
+        # from the allocations of a rank that only has its part of parameters, gradients and optimizer state.
         whole = memory.peak_requested_bytes - 2 * (device.blas_workspace_bytes or 0)
         allocated, reserved = (simulated.peak_bytes + each - whole for each in (allocated, reserved))
     return CardMemory(allocated, max(allocated, reserved), outside_torch(device, profile.shard), memory), simulated
