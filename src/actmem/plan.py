@@ -55,7 +55,7 @@ class FitRecord:
     peak_words: tuple[str, ...] = ()
     """Where the peak is, what it consists of, and what would lower it: one sentence each."""
     headroom: float = 0.0
-    """The fraction of the budget that is left to the allocator."""
+    """The fraction of the budget that stays free."""
     microbatches: int = 1
     shard: int = 1
     """The number of ranks that parameters, gradients and optimizer state are sharded over."""

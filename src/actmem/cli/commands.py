@@ -86,7 +86,7 @@ class Planning(Loading):
     shard: int = 1
     """Ranks over which FSDP2 divides parameters, gradients and optimizer state."""
     headroom: _Part = None
-    """Fraction of the budget reserved for the allocator. Default: 0.05 on an accelerator, otherwise 0."""
+    """Fraction of the budget to leave free. Default: 0."""
     fake: _Flag = True
     """Run and time one real step, not a fake one. For models whose control flow depends on tensor values."""
 

@@ -115,7 +115,7 @@ class PlanView(_Data):
     budget_bytes: int
     """The budget it was solved for."""
     headroom: float
-    """The fraction of the requested budget that was reserved for the allocator."""
+    """The fraction of the requested budget that stays free."""
     peak_bytes: int
     peak_at: str
     peak_words: list[str]
