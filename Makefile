@@ -49,14 +49,14 @@ demo: setup ## Train a small model under plain, full and selective; print memory
 	$(PY) -m actmem demo
 
 test: setup ## Run the tests and the docstring examples
-	$(PY) -m pytest -q -n 2 -m "not slow" tests src --doctest-modules
+	$(PY) -m pytest -q -n 2 --dist worksteal -m "not slow" tests src --doctest-modules
 
 test-all: setup ## Run everything, full matrices and long searches too
-	HYPOTHESIS_PROFILE=many $(PY) -m pytest -q -n 2 tests src --doctest-modules
+	HYPOTHESIS_PROFILE=many $(PY) -m pytest -q -n 2 --dist worksteal tests src --doctest-modules
 
 coverage: setup ## Run the tests and measure which lines of src/ they reach; pages in build/coverage
 	@mkdir -p build/coverage
-	$(PY) -m pytest -q -n 2 -m "not slow" tests src --doctest-modules --cov --cov-report=term --cov-report=html
+	$(PY) -m pytest -q -n 2 --dist worksteal -m "not slow" tests src --doctest-modules --cov --cov-report=term --cov-report=html
 
 bench: setup ## Run every benchmark and write benchmarks/results/
 	$(PY) -m benchmarks.run

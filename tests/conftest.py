@@ -13,7 +13,7 @@ settings.register_profile(
     deadline=None,  # a shared machine is slow at times
     derandomize=True,  # the same examples in every run: a change that turns a test red is to blame for it
     database=None,
-    max_examples=100,
+    max_examples=50,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
