@@ -285,9 +285,10 @@ def expand(
     """
     if any(s.gradients != s.template.gradients for s in skipped):
         return None
+    templates = dict.fromkeys(s.template.layer for s in skipped)  # each is looked through once, whatever stands on it
     try:
-        forward = {s.template.layer: _Part(log, Entered, Left, s.template.layer) for s in skipped}
-        backward = {s.template.layer: _Part(log, BackwardBegan, BackwardEnded, s.template.layer) for s in skipped}
+        forward = {layer: _Part(log, Entered, Left, layer) for layer in templates}
+        backward = {layer: _Part(log, BackwardBegan, BackwardEnded, layer) for layer in templates}
     except _NotAlikeError:
         return None
     waiting = {s.layer: s for s in skipped}
