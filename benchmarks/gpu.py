@@ -149,9 +149,9 @@ def see_peaks(outcome: Outcome, size: Size, device: torch.device, dtype: torch.d
         outcome.bounds.append(Bound(f"allocated, {who}: actmem / torch", ratio, 1.0))
 
 
-def _known(device: torch.device) -> str | None:
-    """Return the device to plan for if this machine is a CPU: the peak does not depend on it."""
-    return "h100-80gb" if device.type == "cpu" else None
+def _known(device: torch.device) -> actmem.Device | None:
+    """Return the device to plan for. On a CPU, one on which a budget is a bound on the bytes of tensors."""
+    return actmem.device("h100-80gb").tensors_only() if device.type == "cpu" else None
 
 
 def _peak(model: nn.Module, batch: Any, device: torch.device) -> tuple[int, int]:
