@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from actmem.simulation import resolved
 from actmem.structure import find_blocks
 from benchmarks.outcome import RESULTS, Bound, Outcome
 from benchmarks.table import replaced, rows
+from tests.compile import part_peaks
 from tests.zoo_titan import MoE, TitanLike
 
 
@@ -69,6 +70,8 @@ FORMS: dict[str, Callable[[str], tuple[Any, str | None]]] = {
 BUDGETS = (0.0, 0.1, 0.25, 0.3, 0.5, 0.75, 1.0)
 MARK = "backward begins"
 FITTED = "a plan fitted to its peak"
+PARTS = {"dense": "sized_dense", "moe": "sized_moe"}
+"""Kind of layers -> the model whose attention, norms and feed-forward are compiled inside eager blocks."""
 
 
 def run(
@@ -76,6 +79,7 @@ def run(
     *,
     backends: Sequence[str] = BACKENDS,
     budgets: Sequence[float] = BUDGETS,
+    parts: Mapping[str, str] = PARTS,
 ) -> Outcome:
     """Measure everything, and compare it with the bounds."""
     outcome = Outcome("compile", {"shape": dataclasses.asdict(shape), "backends": list(backends)})
@@ -85,6 +89,9 @@ def run(
                 _blocks(outcome, shape, kind, backend)
         _budgets(outcome, shape, budgets)
         _against(outcome, shape, budgets)
+    for kind, backend in itertools.product(parts, backends):
+        if backend != "eager":
+            _parts(outcome, kind, parts[kind], backend)
     return outcome
 
 
@@ -105,6 +112,19 @@ def _blocks(outcome: Outcome, shape: Shape, kind: str, backend: str) -> None:
             outcome.bounds.append(Bound(f"{who}: peak of {form} / none", value, 1.0))
     value = found["selective, block"]["saved_bytes"] / found["selective, parts"]["saved_bytes"]
     outcome.bounds.append(Bound(f"{who}: saved by selective on the block / on its parts", value, 1.0))
+
+
+def _parts(outcome: Outcome, kind: str, name: str, backend: str) -> None:
+    """Measure compiled parts of eager blocks, next to torch's checkpoint on the same parts. See `part_peaks.py`."""
+    found = part_peaks.peaks(name, backend)
+    for form in part_peaks.FORMS:
+        row = {figure: found[form][figure] for figure in ("peak_bytes", "saved_bytes")}
+        outcome.exact[f"compiled parts, {kind}, {backend}, {form}"] = row
+    for ours, theirs, limit in (("full", "torch's checkpoint", 1.02), ("selective", "torch's selective", 1.0)):
+        value = found[ours]["peak_bytes"] / found[theirs]["peak_bytes"]
+        outcome.bounds.append(Bound(f"compiled parts, {kind}, {backend}: peak of {ours} / {theirs}", value, limit))
+        differs = float(found[ours]["digest"] != found["plain"]["digest"])
+        outcome.bounds.append(Bound(f"compiled parts, {kind}, {backend}: gradients of {ours} differ", differs, 0.0))
 
 
 def figures(
@@ -296,6 +316,15 @@ def _tables(result: dict[str, Any]) -> Iterator[str]:
         where = "the tape" if backend == "eager" else f"{taken_in[0]}; {taken_in[1]}"
         body.append([f"{kind}, {backend}", *(_pair(found[form]) for form in FORMS), where])
     yield from rows(["layers, backend", *FORMS, "blocks in graphs; parts in graphs"], body)
+    inside = [name.removesuffix(", plain") for name in exact if name.startswith("compiled parts") and "plain" in name]
+    if inside:
+        yield "Blocks in eager, with attention, norms and feed-forward compiled by themselves:"
+        yield ""
+        body = [
+            [name.removeprefix("compiled parts, "), *(_pair(exact[f"{name}, {form}"]) for form in part_peaks.FORMS)]
+            for name in inside
+        ]
+        yield from rows(["layers, backend", *part_peaks.FORMS], body)
     yield "The compiler's own budget, on the whole dense model, with `aot_eager`:"
     yield ""
     whole = {name: f for name, f in exact.items() if name.startswith("whole") and "peak_bytes" in f}

@@ -23,15 +23,17 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import actmem
 from actmem import Full, Selective
 from actmem.structure import find_blocks
 from tests.children import run
-from tests.compile.compiling import built
-from tests.zoo import ZOO
+from tests.compile.blocks import Block, FeedForward, attention
+from tests.compile.compiling import Stack, built
+from tests.zoo import ZOO, Batch, Case, seeded, square_mean
+from tests.zoo_titan import TitanLike
 
 PARTS = ("norm", "attention", "self_attn", "attn", "mlp", "moe", "feed_forward", "intermediate", "output")
 """Names of the modules of a block that are compiled by themselves, and endings of such names."""
@@ -54,6 +56,33 @@ TORCHS: dict[str, dict[str, Any]] = {
 }
 FORMS = ("plain", *MODES, *TORCHS)
 NUM_STEPS = 4
+_MARK = "backward begins"
+
+
+def _ids(model: nn.Module) -> Batch:
+    return (torch.randint(64, (2, 132), generator=torch.Generator().manual_seed(1)),)
+
+
+def _sized(name: str, *, sparse: bool) -> Case:
+    build = partial(TitanLike, dim=256, layers=4, heads=8, kv_heads=2, ffn=320, max_length=256, sparse=sparse)
+    return Case(name, seeded(build), _ids, 4, square_mean)
+
+
+def _small() -> nn.Module:
+    return Stack(lambda: Block(attention, FeedForward), num_blocks=2)
+
+
+def _rows(model: nn.Module) -> Batch:
+    return (torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(2)),)
+
+
+CASES = {
+    **ZOO,
+    "small": Case("small", _small, _rows, 2, square_mean),
+    "sized_dense": _sized("sized_dense", sparse=False),
+    "sized_moe": _sized("sized_moe", sparse=True),
+}
+"""The zoo; a model that is quickly compiled; and two whose activations weigh more than all else that a step takes."""
 
 
 def compiled_parts(blocks: list[nn.Module], backend: str) -> None:
@@ -65,7 +94,7 @@ def compiled_parts(blocks: list[nn.Module], backend: str) -> None:
 
 def trained(name: str, backend: str, form: str) -> dict[str, Any]:
     """Train; return the figures of the last step."""
-    case = ZOO[name]
+    case = CASES[name]
     model, batch = built(case)
     blocks = [block.module for block in find_blocks(model, case.blocks)]
     compiled_parts(blocks, backend)
@@ -77,6 +106,8 @@ def trained(name: str, backend: str, form: str) -> dict[str, Any]:
     def step() -> None:
         torch.manual_seed(1)
         loss = case.step(model, batch)
+        with record_function(_MARK):
+            pass
         loss.backward()
 
     def note() -> None:
@@ -113,18 +144,20 @@ def _checkpointed(block: nn.Module, options: dict[str, Any]) -> None:
 
 
 def _profiled(step: Callable[[], None]) -> dict[str, int]:
-    """Run a step; return the peak of the allocator, and how often a compiled graph was called."""
+    """Run a step; return the peak of the allocator, its bytes after forward, and how many graphs were called."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         step()
     events: Any = seen.profiler.kineto_results.events()
-    live = peak = inductors = others = 0
+    live = peak = saved = inductors = others = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
+        elif event.name() == _MARK:
+            saved = live
         inductors += event.name().startswith("## Call CompiledFxGraph")
         others += event.name() in ("CompiledFunction", "CompiledFunctionBackward")
-    return {"peak_bytes": peak, "calls": inductors or others}
+    return {"peak_bytes": peak, "saved_bytes": saved, "calls": inductors or others}
 
 
 def peaks(name: str, backend: str) -> dict[str, dict[str, Any]]:

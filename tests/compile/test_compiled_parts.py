@@ -11,9 +11,12 @@ import pytest
 
 from tests.compile.part_peaks import peaks
 
-MODELS = ("llama", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3_sliding", "vit", "torchtitan_moe", "moe_topk")
+MODELS = (
+    *("llama", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3_sliding", "vit", "torchtitan_moe", "moe_topk"),
+    *("sized_dense", "sized_moe"),
+)
 BACKENDS = ("aot_eager", "inductor")
-SMALL = (("moe_topk", "inductor"), ("torchtitan_moe", "aot_eager"))
+SMALL = (("small", "inductor"), ("torchtitan_moe", "aot_eager"))
 
 
 def check(name: str, backend: str) -> None:

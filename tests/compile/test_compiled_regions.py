@@ -126,6 +126,8 @@ BODIES = {
         frozen_and_cast,
     )
 }
+LONG = ("normed", "routed", "frozen_and_cast")
+"""Bodies whose kernels take long to compile. By default they run operator by operator."""
 MODES: dict[str, Any] = {
     "full": Full(),
     "products": Selective(save=["matmul"]),
@@ -165,14 +167,26 @@ def regions(report: Report | None) -> list[Any]:
     return [row for kind in report.kinds for row in kind.rows if row.op == REGION]
 
 
-@pytest.mark.parametrize("name", BODIES)
-def test_training_is_that_of_the_compiled_model_to_the_bit(name: str) -> None:
-    model = built(BODIES[name])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "inductor") for name in BODIES if name not in LONG),
+        *((name, "aot_eager") for name in LONG),
+        *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in LONG),
+    ],
+)
+def test_training_is_that_of_the_compiled_model_to_the_bit(name: str, backend: str) -> None:
+    model = built(BODIES[name], backend=backend)
     plain, _ = trained(model, [8, 8, 8])
     for mode in MODES.values():
+        if backend == "aot_eager" and mode is MODES["regions"]:
+            continue  # no operator is a compiled graph there
         ours, report = trained(model, [8, 8, 8], mode)
         assert len(plain) == len(ours) and all(map(torch.equal, plain, ours)), mode
         rows = regions(report)
+        if backend == "aot_eager":
+            assert not rows and report is not None and {part.module for part in report.compiled_parts} == {"part"}
+            continue
         assert rows and {row.module for row in rows} == {"part"}
         saved = isinstance(mode, SaveEverything) or mode is MODES["regions"]
         assert any(row.replayed for row in rows) is not saved
@@ -273,28 +287,35 @@ class Broken(Block):
         self.part._compiled_call_impl = None
 
 
-@pytest.mark.parametrize("how", ["model", "blocks"])
-def test_a_block_that_breaks_the_graph_keeps_its_compiled_pieces(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [("blocks", "inductor"), ("model", "aot_eager"), pytest.param("model", "inductor", marks=pytest.mark.slow)],
+)
+def test_a_block_that_breaks_the_graph_keeps_its_compiled_pieces(how: str, backend: str) -> None:
     torch.manual_seed(3)
     model = nn.Sequential(*(Broken() for _ in range(3)))
 
     def compile_it() -> None:
         torch._dynamo.reset()
         for part in [model] if how == "model" else list(model):
-            part.compile()
+            part.compile(backend=backend)
 
     compile_it()
     plain, _ = trained(model, [8, 8, 8, 8])
     counts: list[int] = []
     model.register_forward_hook(lambda *_: counts.append(torch._dynamo.utils.counters["frames"]["total"]))
-    for mode in (Full(), Selective(save=["compiled"])):
+    for mode in (Full(), Selective(save=["compiled" if backend == "inductor" else "matmul"])):
         compile_it()
         counts.clear()
         ours, report = trained(model, [8, 8, 8, 8], mode)
         assert all(map(torch.equal, plain, ours)), mode
         assert counts[1] == counts[-1], "nothing is compiled after the second step"
         assert report is not None
-        assert any(row.replayed for row in regions(report)) is isinstance(mode, Full)
+        if backend == "inductor":
+            assert any(row.replayed for row in regions(report)) is isinstance(mode, Full)
+        else:
+            assert report.compiled_parts and all(part.is_divided for part in report.compiled_parts)
+            assert not regions(report) and report.num_replayed > 0
         assert any(note.startswith("the graph breaks inside 0 ... 2 (3 blocks)") for note in report.notes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from actmem.log_entries import LiveEntry, OperatorEntry, PhaseBegan
 from actmem.plan import FitRecord, Plan
 from actmem.planner.compiled_ladder import Ladder, Rung, climb
 from actmem.profiles import Profile
-from actmem.profiling import CompiledStep
+from actmem.profiling import CompiledStep, KernelWorkspaces
 from actmem.settings import Compiled
 from actmem.simulation import is_accelerator, outside_torch
 from actmem.structure import Block
@@ -95,11 +96,22 @@ def make_ladder(
     fake: bool,
 ) -> Ladder:
     """Compile a model under several plans, and return those that are worth having."""
+    kernels = None if known.has_caching_allocator else KernelWorkspaces()  # the CPU's say nothing about a card's
     step = CompiledStep(
-        model, blocks, example, loss, how[0], whole=how[1], fake=fake, accumulates=profile.microbatches > 1
+        model,
+        blocks,
+        example,
+        loss,
+        how[0],
+        whole=how[1],
+        fake=fake,
+        accumulates=profile.microbatches > 1,
+        kernels=kernels,
     )
     with step:
-        return climb(step, profile, known, whole=how[1])
+        ladder = climb(step, profile, known, whole=how[1])
+    unknown = () if not fake else ("kernels",) if kernels is None else kernels.unknown
+    return replace(ladder, unknown_workspaces=unknown)
 
 
 def check_compiled(**given: object) -> None:
@@ -121,9 +133,9 @@ def fit_ladder(
         BudgetError: none does.
     """
     profile = ladder.profile
-    limit_bytes = budget_bytes
-    if fake and not is_accelerator(known):  # numbers that autograd holds outside the graphs are in the same memory
-        limit_bytes -= profile.numbers_bytes
+    # Numbers that autograd holds outside the graphs are in the same memory.
+    numbers_bytes = profile.numbers_bytes if fake and not is_accelerator(known) else 0
+    limit_bytes = budget_bytes - numbers_bytes
     if known.has_caching_allocator:
         limit_bytes -= outside_torch(known, profile.shard) + 2 * (known.blas_workspace_bytes or 0)
     stepping = _optimizer_peak(profile)
@@ -135,7 +147,7 @@ def fit_ladder(
     bound = min(ratio, 1 + (ladder.least_seconds - ladder.plain.seconds) / whole) if whole else 1.0
     plan = ladder.plan(chosen, f"fit(budget={budget_bytes})")
     record = FitRecord(
-        peak_bytes=_peak(profile, chosen, stepping),
+        peak_bytes=_peak(profile, chosen, stepping) + numbers_bytes,
         budget_bytes=budget_bytes,
         step_time_ratio=ratio,
         replayed_flops=max(0, chosen.flops - ladder.plain.flops),
@@ -150,19 +162,19 @@ def fit_ladder(
         routing=profile.routing,
         modules=profile.modules,
         compiled=_said(how),
-        assumptions=_unknowns(known, fake=fake),
+        assumptions=_unknowns(known, ladder.unknown_workspaces),
     )
     return Plan(plan.rules, plan.blocks, plan.fingerprint, plan.mode, exact=True, predicted=record)
 
 
-def _unknowns(known: Device, *, fake: bool) -> tuple[str, ...]:
+def _unknowns(known: Device, workspaces: Sequence[str]) -> tuple[str, ...]:
     """Name what a prediction for graphs leaves out.
 
     >>> from actmem.devices import device
-    >>> print(*_unknowns(device("h100-80gb"), fake=True), sep="; ")
+    >>> print(*_unknowns(device("h100-80gb"), ["kernels"]), sep="; ")
     workspaces of kernels (fake=False measures them); what the caching allocator adds
     """
-    found = ["workspaces of kernels (fake=False measures them)"] if fake else []
+    found = [f"workspaces of {', '.join(workspaces)} (fake=False measures them)"] if workspaces else []
     return tuple([*found, "what the caching allocator adds"] if known.has_caching_allocator else found)
 
 

@@ -72,6 +72,8 @@ class Ladder:
     """Nothing is asked of the partitioner."""
     least_seconds: float
     """What all operators of the graphs take if each runs once."""
+    unknown_workspaces: tuple[str, ...] = ()
+    """Whose workspaces no peak includes: names of operators, or "kernels" for all."""
 
     def plan(self, rung: Rung, mode: str) -> Plan:
         """Write a plan."""

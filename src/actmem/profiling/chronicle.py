@@ -41,6 +41,7 @@ from actmem.measuring import (
 )
 from actmem.measuring import Entry as LedgerEntry
 from actmem.profiles import Cost
+from actmem.profiling.kernel_workspaces import KernelWorkspaces
 from actmem.torchcompat import (
     TorchDispatchMode,
     current_graph_task,
@@ -234,6 +235,7 @@ class Chronicle(TorchDispatchMode):
         *,
         least_seconds: dict[Hashable, float] | None = None,
         finds_workspaces: bool = False,
+        kernels: KernelWorkspaces | None = None,
     ) -> None:
         """Start an empty log.
 
@@ -241,6 +243,7 @@ class Chronicle(TorchDispatchMode):
             device: where the step runs.
             least_seconds: where to record how long operators take, if they are timed.
             finds_workspaces: whether to find out what kernels allocate for themselves, where that can be seen.
+            kernels: what knows it where the step runs on fake tensors; without it, kernels take nothing.
         """
         super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch leaves it untyped
         self.log: list[Entry] = []
@@ -253,6 +256,7 @@ class Chronicle(TorchDispatchMode):
         self._claim: tuple[str, tuple[int, int], Callable[[int, int], None]] | None = None
         self._least, self.device = least_seconds, device
         self._finds_workspaces = finds_workspaces and device.type == "cpu"
+        self._kernels = kernels if device.type == "cpu" else None
         self._workspaces: dict[int, int] = {}
         """Number of a cost -> the largest workspace of its calls."""
         self._known: dict[Any, tuple[str, Formula | None, bool, bool, bool, tuple[int, ...]]] = {}
@@ -336,6 +340,7 @@ class Chronicle(TorchDispatchMode):
         place = ledger.entry_of(args[0]) if listed else None
         if place is not None and not self._formulas.takes_place(name, args, place):
             place = None
+        workspace = 0 if self._kernels is None else self._kernels.taken_by(func, args, kwargs)
         is_logged = self._finds_workspaces and log_allocations()
         changes: list[Any] = []
         try:
@@ -373,7 +378,6 @@ class Chronicle(TorchDispatchMode):
             self._names.append(name)
         if least is not None:
             least[alike] = min(ended - started, least.get(alike, float("inf")))
-        workspace = 0
         if len(changes) > 1:
             # Each mode beneath this one makes a tensor of a number once more.
             workspace = workspace_bytes(changes, numbers * (1 + len(dispatch_modes())))

@@ -6,8 +6,9 @@ asked, not imitated: the model is compiled under the plan as training will compi
 tensors, operator by operator. inductor's graphs are Python code that allocates buffers, calls kernels and frees
 buffers; that code runs too, with kernels that do nothing. So the bytes are those of the graphs that training runs.
 
-A fake tensor does not show what a kernel takes for itself. A real step does: it is run on the model itself, and the
-bytes are read from the allocator's own log.
+A fake tensor does not show what a kernel takes for itself. Where the plan is for a CPU, each kernel is asked (NOTE
+[ Workspaces on fakes ]). A real step shows it too: it is run on the model itself, and the bytes are read from the
+allocator's own log.
 
 Where each block is compiled by itself, a graph depends on what the plan says to its own block alone. So the step is cut
 into sections: the forward and the backward of each block call, and what lies between them. Each section has the most
@@ -41,6 +42,7 @@ from actmem.profiling.chronicle import Chronicle
 from actmem.profiling.complaints import quiet
 from actmem.profiling.examples import loss_of
 from actmem.profiling.fake_model import fake_batch, fake_copy
+from actmem.profiling.kernel_workspaces import KernelWorkspaces
 from actmem.profiling.restored_state import Restored
 from actmem.structure import Block, find_roles, layer_type
 from actmem.torchcompat import (
@@ -115,6 +117,7 @@ class CompiledStep:
         whole: bool,
         fake: bool,
         accumulates: bool,
+        kernels: KernelWorkspaces | None = None,
     ) -> None:
         """Prepare a step.
 
@@ -127,6 +130,7 @@ class CompiledStep:
             whole: whether the model is one graph, and not each of its blocks.
             fake: run it on tensors without bytes, on a copy. Otherwise for real, on the model itself.
             accumulates: whether gradients exist from the start.
+            kernels: what knows the workspaces of kernels in a fake step; without it, kernels take nothing.
         """
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._device = torch.device("cpu") if device.type == "meta" else device
@@ -138,6 +142,7 @@ class CompiledStep:
             self._batch = fake_batch(example, self._mode, self._device)
             self._blocks = tuple(replace(b, module=self._model.get_submodule(b.path)) for b in found)
         self._loss, self._compiler, self._whole, self._accumulates = loss, compiler, whole, accumulates
+        self._kernels = kernels
         self._roles = find_roles(self._model, self._blocks)
         self._compilation = Compilation({b.path: b.module for b in self._blocks})
         self._originals = [type(b.module) for b in self._blocks]
@@ -181,7 +186,7 @@ class CompiledStep:
                     self._give_gradients(parameters)
                     self._step()
                 self._give_gradients(parameters)
-                watch = _FakeWatch(self._device) if self._mode is not None else _RealWatch(self._device)
+                watch = _FakeWatch(self._device, self._kernels) if self._mode is not None else _RealWatch(self._device)
                 for p in self._model.parameters():
                     watch.ledger.add_base(p, "parameters")
                     if p.grad is not None:
@@ -386,8 +391,8 @@ class _Watch:
         """Watch what runs within."""
         raise NotImplementedError
 
-    def _moments(self) -> Generator[tuple[int, str] | int]:
-        """Yield what is alive after each operator, with its name, and, where a section begins, only what is alive."""
+    def _moments(self) -> Generator[tuple[int, int, str] | int]:
+        """Yield what is alive after each operator, the most while it ran and its name; at a section, what is alive."""
         raise NotImplementedError
 
     def sections(self) -> Generator[Section]:
@@ -397,9 +402,9 @@ class _Watch:
         now, top, op = begin, begin, ""
         for moment in self._moments():
             if isinstance(moment, tuple):
-                now = moment[0]
-                if now > top:
-                    top, op = moment
+                now, most, its_op = moment
+                if most > top:
+                    top, op = most, its_op
                 continue
             yield Section(layer, top - begin, moment - begin, op)
             layer, begin, top, now, op = next(layers), moment, moment, moment, ""
@@ -407,8 +412,8 @@ class _Watch:
 
 
 class _FakeWatch(_Watch):
-    def __init__(self, device: torch.device) -> None:
-        self._chronicle = Chronicle(device)
+    def __init__(self, device: torch.device, kernels: KernelWorkspaces | None) -> None:
+        self._chronicle = Chronicle(device, kernels=kernels)
         super().__init__(self._chronicle.ledger)
         self._marks: list[tuple[int, int]] = []
         """Position in the log and bytes alive, where each section begins."""
@@ -423,7 +428,7 @@ class _FakeWatch(_Watch):
         with self._chronicle:
             yield
 
-    def _moments(self) -> Generator[tuple[int, str] | int]:
+    def _moments(self) -> Generator[tuple[int, int, str] | int]:
         costs = self._chronicle.costs
         marks = iter([*self._marks, (-1, 0)])
         at, live_bytes = next(marks)
@@ -432,7 +437,7 @@ class _FakeWatch(_Watch):
                 yield live_bytes
                 at, live_bytes = next(marks)
             if isinstance(entry, OperatorEntry):
-                yield entry.live_bytes, costs[entry.cost].op
+                yield entry.live_bytes, entry.live_bytes + entry.workspace_bytes, costs[entry.cost].op
         while at >= 0:
             yield live_bytes
             at, live_bytes = next(marks)
@@ -466,11 +471,11 @@ class _RealWatch(_Watch):
         finally:
             self._changes = logged_allocations()
 
-    def _moments(self) -> Generator[tuple[int, str] | int]:
+    def _moments(self) -> Generator[tuple[int, int, str] | int]:
         live_bytes = self._start_bytes
         for change in self._changes:
             if isinstance(change, str):
                 yield live_bytes
             else:
                 live_bytes += change
-                yield live_bytes, "an allocation"
+                yield live_bytes, live_bytes, "an allocation"
