@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import recordings, validation
+from benchmarks import published, recordings, validation
 from benchmarks.outcome import RESULTS
+from benchmarks.published_steps import nemo_llama_1b, predicted
 from tests.allocator.recorder import MIB, Recorder
 
 
@@ -60,3 +61,32 @@ def test_the_page_has_the_committed_results(tmp_path: Path) -> None:
     copy.write_text(validation.DOCUMENT.read_text())
     validation.update(copy, RESULTS / "validation")
     assert copy.read_text() == validation.DOCUMENT.read_text()
+
+
+SHARED = validation.SHARED
+
+
+def test_a_published_peak_is_predicted_from_the_source_of_its_program() -> None:
+    row = next(each for each in published.documents() if not each["reason"])
+    assert row["name"] == "nemo_llama_1b"
+    assert predicted(nemo_llama_1b()).allocated_bytes == pytest.approx(row["peak"] * 2**30, rel=0.001)
+
+
+def test_the_filter_has_a_reason_for_every_row_that_is_not_predicted() -> None:
+    found = json.loads((RESULTS / "validation" / "published.json").read_text())
+    counts = found["exact"]["filter"]
+    assert {table: sum(each.values()) for table, each in counts.items()} == {
+        "megatron": 480,
+        "prime_rl": 45,
+        "documents": 89,
+    }
+    assert sum(each.get("", 0) for each in counts.values()) == len(found["exact"]["peaks"]) == 15
+    assert all(bound["kept"] for bound in found["bounds"])
+
+
+@pytest.mark.slow
+def test_every_published_peak_that_the_filter_admits_keeps_the_bounds() -> None:
+    if not SHARED.exists():
+        pytest.skip("there are no published figures next to the project")
+    outcome = published.run(SHARED)
+    assert outcome.exact["peaks"] and all(bound.kept for bound in outcome.bounds)

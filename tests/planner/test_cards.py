@@ -1,7 +1,8 @@
 """What a plan takes of a card: the caching allocator's bytes, CUDA's kernels, and what lies outside torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from actmem.log_entries import LiveEntry
 from actmem.profiles import Profile
 from actmem.profiling import card_autocast
 from actmem.simulation import card_memory, on_card, plan_of
+from actmem.simulation.card_usage import step_changes
 from benchmarks.recorded_steps import STEPS, predicted
 from tests.zoo import ZOO
 
@@ -136,8 +138,72 @@ def test_what_is_not_known_of_a_cards_kernels_is_named_in_the_plan() -> None:
     case = ZOO["gpt2_dropout"]
     model = case.build()
     plan = actmem.fit(model, case.batch(model), loss=case.loss, budget="2GiB", device=H100)
-    assert plan.predicted is not None and any("dropout" in text for text in plan.predicted.assumptions)
+    assert plan.predicted is not None and any("embedding" in text for text in plan.predicted.assumptions)
     assert "not known: " in str(plan) and "outside torch" in str(plan)
+
+
+class Dropping(nn.Module):
+    """Three layers with dropout, and dropout around them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64, dtype=dtype), nn.Dropout(0.1), nn.Tanh()) for _ in range(3)
+        )
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.dropout(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_on_a_card_saves_one_byte_for_each_element(dtype: torch.dtype) -> None:
+    found = actmem.profile(Dropping(dtype), (torch.randn(32, 64, dtype=dtype),), loss=torch.sum, optimizer=None)
+    there = on_card(found, H100)
+    assert on_card(there, H100) == there  # a second time changes nothing
+    assert "aten.bernoulli_.float" not in {cost.op for layer in there.layers for cost in layer.calls}
+    less = 32 * 64 * (dtype.itemsize - 1)
+    here, card = (simulate_plain(each) for each in (found, there))
+    assert here.saved_bytes - card.saved_bytes == 4 * less  # the first one needs no backward
+    assert here.peak_bytes > card.peak_bytes
+    changes, _ = step_changes(there, plan_of(there, actmem.SaveEverything()))
+    assert max_alive(changes) + there.base_bytes == card.peak_bytes
+
+
+def simulate_plain(profile: Profile) -> Any:
+    return step_changes(profile, plan_of(profile, actmem.SaveEverything()))[1]
+
+
+def max_alive(changes: Sequence[object]) -> int:
+    alive: dict[int, int] = {}
+    live = most = 0
+    for change in changes:
+        if isinstance(change, tuple):
+            number, size = cast("tuple[int, int]", change)
+            live += size or -alive.pop(number)
+            alive |= {number: size} if size else {}
+            most = max(most, live)
+    return most
+
+
+def test_what_a_loop_inside_a_step_leaves_in_a_variable_is_freed_when_the_next_step_first_fills_it() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(3)))
+    batch, kept = torch.randn(4096, 512), list[torch.Tensor]()
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def train() -> None:
+        for _ in range(3):
+            kept[:] = [model(batch)]
+            kept[0].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = actmem.profile(model, step=train)
+    few, many = (card_memory(found, plan_of(found, actmem.Full()), H100, num_steps=n)[0] for n in (1, 3))
+    assert many.allocated_bytes == few.allocated_bytes  # one result is alive, and never that of the last step too
 
 
 def test_autocast_on_a_card_computes_in_float32_what_a_cpu_does_not() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from actmem import devices
 from actmem.devices import Device
-from actmem.log_entries import Entry, OperatorEntry, OpRan, PhaseBegan
-from actmem.profiles import Call, Cost, Layer, Profile
+from actmem.log_entries import CallRan, Entry, OperatorEntry, OpRan, PhaseBegan
+from actmem.profiles import Call, Cost, Layer, Profile, Value
 from actmem.profiling import STEP
 
 __all__ = ["on_card", "unknowns"]
@@ -59,7 +59,7 @@ def on_card(profile: Profile, device: Device) -> Profile:
     costs = tuple(_named(cost) for cost in profile.costs)
     layers = tuple(_layer(layer, profile.costs) for layer in profile.layers)
     memory, storages = _with_temporaries(profile)
-    found = replace(profile, costs=costs, layers=layers, memory=memory, storages=storages)
+    found = _with_small_masks(replace(profile, costs=costs, layers=layers, memory=memory, storages=storages))
     return found if profile.is_step else _with_foreach(found)
 
 
@@ -85,6 +85,74 @@ def _layer(layer: Layer, costs: tuple[Cost, ...]) -> Layer:
 
 
 _ITEM_BYTES = {"float32": 4, "float64": 8}
+
+_DROPOUT = ("aten.empty_like.default", "aten.bernoulli_.float", "aten.div_.Scalar")
+"""How a CPU makes the mask of a dropout, in the dtype of what it is multiplied with. See `[elsewhere]` in the table."""
+_DROPOUT_ON_CARD = "aten.native_dropout.default"
+
+
+def _with_small_masks(profile: Profile) -> Profile:
+    """Let the mask of a dropout take one byte for each element."""
+    names = [profile.costs[e.cost].op if isinstance(e, OperatorEntry) else "" for e in profile.log]
+    makers = {at for at, name in enumerate(names) if name == _DROPOUT[0] and tuple(names[at : at + 3]) == _DROPOUT}
+    masks: dict[int, int] = {}
+    """Storage -> its bytes on a card."""
+    for at, storage, size in profile.memory:
+        entry = profile.log[at] if at in makers else None
+        if size and isinstance(entry, OperatorEntry):
+            masks[storage] = size // _ITEM_BYTES.get(profile.costs[entry.cost].dtype, 2)
+    if not masks:
+        return profile
+    costs, log = _Costs(profile.costs), list[Entry]()
+    less, changes, nth = 0, profile.memory, 0
+    for at, entry in enumerate(profile.log):
+        while nth < len(changes) and changes[nth][0] <= at:
+            _, storage, size = changes[nth]
+            if storage in masks:
+                fewer = profile.storages[storage] - masks[storage]
+                less += fewer if size else -fewer
+            nth += 1
+        if at - 1 in makers and isinstance(entry, (OpRan, CallRan)):
+            entry = replace(entry, cost=costs.named(entry.cost, _DROPOUT_ON_CARD))
+        log.append(entry.shifted(-less))
+    layers = tuple(_with_masks(layer, masks, costs) for layer in profile.layers)
+    return replace(
+        profile,
+        costs=tuple(costs.found),
+        layers=layers,
+        log=tuple(log),
+        memory=tuple((at, storage, size and masks.get(storage, size)) for at, storage, size in changes),
+        storages={**profile.storages, **masks},
+    )
+
+
+class _Costs:
+    """Costs, to which the same ones under another name are added."""
+
+    def __init__(self, costs: tuple[Cost, ...]) -> None:
+        self.found = list(costs)
+        self._renamed: dict[int, int] = {}
+
+    def named(self, cost: int, name: str) -> int:
+        if cost not in self._renamed:
+            self._renamed[cost] = len(self.found)
+            self.found.append(replace(self.found[cost], op=name))
+        return self._renamed[cost]
+
+
+def _with_masks(layer: Layer, masks: dict[int, int], costs: _Costs) -> Layer:
+    def renamed(call: Call) -> Call:
+        if call.op != _DROPOUT[1] or not any(write.storage in masks for write in call.writes):
+            return call
+        return replace(call, op=_DROPOUT_ON_CARD, cost=costs.named(call.cost, _DROPOUT_ON_CARD))
+
+    def smaller(value: Value) -> Value:
+        most = masks.get(value.storage)
+        if most is None:
+            return value
+        return replace(value, num_bytes=min(value.num_bytes, most), copy_bytes=min(value.copy_bytes, most))
+
+    return replace(layer, calls=tuple(map(renamed, layer.calls)), values=tuple(map(smaller, layer.values)))
 
 
 def _with_temporaries(profile: Profile) -> tuple[tuple[tuple[int, int, int], ...], dict[int, int]]:

@@ -28,6 +28,7 @@ _TWO_RANKS_BYTES, _MORE_RANKS_BYTES = 544_000_000, 688_000_000
 _COUNTER_BYTES = 8
 """An optimizer's counters are numbers, which stay on the host."""
 _FORWARD, _BACKWARD, _OPTIMIZER = "workspace of forward", "workspace of backward", "optimizer"
+_PASS = "a backward pass begins"
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class _Changes:
     def passed(self, entry: Entry) -> None:
         if isinstance(entry, PhaseBegan):
             self._in_backward = entry.name == "backward"
+            if self._in_backward:
+                self.found.append(_Mark(_PASS))
             if entry.name == ("optimizer" if self._profile.is_step else "end"):
                 self._mark(_OPTIMIZER)
         elif isinstance(entry, (OpRan, CallRan)):
@@ -145,16 +148,19 @@ def training_events(
         if number in there:
             yield False, Alloc(number, _part(size, ranks) if role == "parameters" else size)
     lasting = _lasting(changes) if ranks > 1 else frozenset[int]()
+    before = _replaced(changes)
     holder: dict[int, int | str] = {number: number for number in there}
     """Who has the memory of what was there when the step began."""
     done: set[str] = set()
     left: dict[int, str] = {}
-    """What a step left behind in variables of its own: each is freed when the next step fills the variable again."""
+    """What a step left behind in variables of its own: each is freed when the next step first fills the variable."""
     for step in range(num_steps):
         born: dict[int, str] = {}
         begins = step == num_steps - 1
         for change in changes:
             if isinstance(change, _Mark):
+                if change.name == _PASS:
+                    continue
                 if change.name not in done:
                     done.add(change.name)
                     if change.name != _OPTIMIZER:
@@ -181,10 +187,41 @@ def training_events(
         if profile.is_step:
             after = {start: born.pop(end, None) or holder.get(end) for start, end in profile.carried}
             holder |= {start: name for start, name in after.items() if name is not None}
-            left |= born
+            left |= {_first(number, before): name for number, name in born.items()}
         elif profile.microbatches == 1:
             for name in born.values():  # optimizer.zero_grad()
                 yield False, Free(name)
+
+
+def _replaced(changes: list[tuple[int, int] | _Mark]) -> dict[int, int]:
+    """Return which storage took the place of which in a variable of a loop inside the step.
+
+    The one before has its size, is there since before the last backward pass, and is freed as soon as it exists.
+
+    >>> _replaced([(1, 8), _Mark(_PASS), (2, 4), (2, 0), (3, 8), (1, 0)])
+    {3: 1}
+    """
+    found: dict[int, int] = {}
+    made: dict[int, tuple[int, int]] = {}
+    """Storage -> its bytes, and how many backward passes had begun."""
+    passes, last = 0, -1
+    for change in changes:
+        if isinstance(change, _Mark):
+            passes += change.name == _PASS
+            continue
+        number, size = change
+        if size:
+            made[number], last = (size, passes), number
+        elif number in made and last in made and made[number][0] == made[last][0] and made[number][1] < made[last][1]:
+            found[last] = number
+    return found
+
+
+def _first(number: int, before: dict[int, int]) -> int:
+    """Return the first storage of a step that was in the same variable: a loop inside the step fills it repeatedly."""
+    while number in before:
+        number = before[number]
+    return number
 
 
 def _lasting(changes: list[tuple[int, int] | _Mark]) -> frozenset[int]:

@@ -241,24 +241,27 @@ class _Walk:
 
     def _run_watched(self, takers: Mapping[type[Entry], Callable[[Any], None]], watcher: Watcher) -> None:
         """Do the same, and tell a watcher what the program itself allocates and frees."""
-        changes = iter(self._profile.memory)
-        change = next(changes, None)
-        for at, entry in enumerate(self._profile.log):
+        memory, log = self._profile.memory, self._profile.log
+        died = {entry.storage for entry in log if isinstance(entry, StorageDied)}
+        ends = {storage: nth for nth, (_, storage, _) in enumerate(memory) if storage in died}
+        told = 0
+        for at, entry in enumerate(log):
             self._at = at
-            while change is not None and change[0] <= at:
-                self._tell(change, watcher)
-                change = next(changes, None)
+            while told < len(memory) and memory[told][0] <= at:
+                self._tell(memory[told], watcher, dies=ends.get(memory[told][1]) == told)
+                told += 1
             takers[type(entry)](entry)
             watcher.passed(entry)
-        while change is not None:
-            self._tell(change, watcher)
-            change = next(changes, None)
+        for nth in range(told, len(memory)):
+            self._tell(memory[nth], watcher, dies=ends.get(memory[nth][1]) == nth)
 
-    def _tell(self, change: tuple[int, int, int], watcher: Watcher) -> None:
+    def _tell(self, change: tuple[int, int, int], watcher: Watcher, *, dies: bool) -> None:
         _, storage, num_bytes = change
         if num_bytes:
             watcher.allocated(storage, num_bytes)
-        elif not self.room.is_held(storage):  # else it is freed when the last holder lets go of it
+        elif not dies or not self.room.is_held(storage):
+            # One that dies is freed when the last holder lets go of it. One that is emptied, as FSDP does it with its
+            # parameters after a forward pass, is free at once, whoever holds it.
             watcher.freed(storage)
 
     def _op(self, entry: OpRan) -> None:
