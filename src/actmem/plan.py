@@ -71,8 +71,12 @@ class FitRecord:
     """On a card: the most that torch's caching allocator takes from the driver, simulated over several steps."""
     outside_bytes: int = 0
     """On a card: what lies outside torch. With the reserved bytes it is within the budget."""
+    allocator: str = ""
+    """On a card: what PYTORCH_CUDA_ALLOC_CONF was assumed to be; "" for torch's defaults."""
     assumptions: tuple[str, ...] = ()
     """What is not known of the card's kernels."""
+    notes: tuple[str, ...] = ()
+    """What differs here from what was assumed."""
 
 
 @dataclass(frozen=True)
@@ -242,9 +246,14 @@ def _foretold(p: FitRecord) -> list[str]:
         )
     if p.reserved_bytes is not None:
         reserved, outside = p.reserved_bytes / 2**20, p.outside_bytes / 2**20
-        lines.insert(1, f"  on the card: {reserved:,.1f} MiB reserved by torch, {outside:,.1f} MiB outside torch")
+        lines.insert(
+            1,
+            f"  on the card: {reserved:,.1f} MiB reserved by torch (allocator: {p.allocator or 'the defaults'}), "
+            f"{outside:,.1f} MiB outside torch",
+        )
     if p.assumptions:
         lines.append(f"not known: {'; '.join(p.assumptions)}")
+    lines += [f"note: {text}" for text in p.notes]
     if p.time_limit_hit:
         lines.append("stopped by time_limit before the search was done: another run may find another plan")
     return lines

@@ -1,6 +1,7 @@
 """The CUDA caching allocator, simulated: which bytes a step takes from a device, and where its tensors lie.
 
-- `alloc_conf.py` has the settings of PYTORCH_CUDA_ALLOC_CONF; `allocation_events.py` what a program asks for.
+- `alloc_conf.py` has the settings of PYTORCH_CUDA_ALLOC_CONF, and `environment_settings.py` those that are set here;
+  `allocation_events.py` has what a program asks for.
 - `caching_allocator.py` decides as torch's allocator does; `free_blocks.py` has its blocks and pools,
   `address_ranges.py` the ranges of expandable segments, and `driver.py` the device that hands out memory.
 - `simulated_memory.py` runs a program's events through it, and says what they take.
@@ -12,6 +13,7 @@
 from actmem.allocator.alloc_conf import AllocatorSettings
 from actmem.allocator.allocation_events import Alloc, EmptyCache, Event, Free, FreeCompleted, FreeRequested
 from actmem.allocator.attachment import Attachment, write_recording
+from actmem.allocator.environment_settings import environment_note
 from actmem.allocator.reenactment import DeviceRecording, LiveTensor, reenact
 from actmem.allocator.simulated_memory import MemoryAtPeak, OutOfMemory, SimulatedMemory, simulate
 from actmem.allocator.snapshot_file import Frame, Snapshot, read_snapshot, snapshot_from
@@ -32,6 +34,7 @@ __all__ = [
     "OutOfMemory",
     "SimulatedMemory",
     "Snapshot",
+    "environment_note",
     "read_snapshot",
     "reenact",
     "simulate",
