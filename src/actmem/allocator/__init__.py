@@ -7,6 +7,7 @@
 - `simulated_memory.py` runs a program's events through it, and says what they take.
 - `snapshot_file.py` reads what torch recorded on a real device, which `opcode_scan.py` has looked through first;
   `start_state.py` finds the state in which the recording began, and `reenactment.py` repeats all its decisions.
+- `step_curves.py` finds the steps of a recording and draws one; `step_comparison.py` lays a predicted one over it.
 - `attachment.py` is what actmem adds to a recording.
 """
 
@@ -14,9 +15,11 @@ from actmem.allocator.alloc_conf import AllocatorSettings
 from actmem.allocator.allocation_events import Alloc, EmptyCache, Event, Free, FreeCompleted, FreeRequested
 from actmem.allocator.attachment import Attachment, write_recording
 from actmem.allocator.environment_settings import environment_note
-from actmem.allocator.reenactment import DeviceRecording, LiveTensor, reenact
+from actmem.allocator.reenactment import DeviceRecording, LiveTensor, place_of, reenact
 from actmem.allocator.simulated_memory import MemoryAtPeak, OutOfMemory, SimulatedMemory, simulate
 from actmem.allocator.snapshot_file import Frame, Snapshot, read_snapshot, snapshot_from
+from actmem.allocator.step_comparison import StepComparison, compare_step
+from actmem.allocator.step_curves import find_steps, step_curve
 
 __all__ = [
     "Alloc",
@@ -34,10 +37,15 @@ __all__ = [
     "OutOfMemory",
     "SimulatedMemory",
     "Snapshot",
+    "StepComparison",
+    "compare_step",
     "environment_note",
+    "find_steps",
+    "place_of",
     "read_snapshot",
     "reenact",
     "simulate",
     "snapshot_from",
+    "step_curve",
     "write_recording",
 ]

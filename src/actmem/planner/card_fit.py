@@ -106,6 +106,7 @@ def fit_card(
         reserved_bytes=reserved_bytes,
         outside_bytes=outside_bytes,
         allocator=settings.text,
+        curve=card.curve(plan),
         assumptions=tuple(dict.fromkeys(text for p in profiles for text in unknowns(p))),
         notes=() if note is None else (note,),
     )
@@ -127,6 +128,13 @@ class _Card:
     def reserved(self, plan: Plan) -> int:
         """Return what torch reserves under a plan, in the batch that takes most."""
         return max(card_memory(p, plan, self.known, settings=self.settings)[0].reserved_bytes for p in self.profiles)
+
+    def curve(self, plan: Plan) -> tuple[int, ...]:
+        """Return what is allocated over a step; nothing of a sharded one, of which only sums are known."""
+        chief, _ = self._chief(plan)
+        if chief.shard > 1:
+            return ()
+        return card_memory(chief, plan, self.known, settings=self.settings)[0].curve
 
     def fitting(self, target_bytes: int) -> tuple[Plan, int]:
         """Return a plan that fits, and what it reserves. Raise the planner's BudgetError if there is none."""
