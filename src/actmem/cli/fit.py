@@ -119,7 +119,7 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
         device = measured(chosen, loaded.model)
     allowed = allowance(asked.budget, device, asked.headroom)
     with screen.progress("profiling one step"):
-        profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, **options_of(asked))
+        profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, device=device, **options_of(asked))
         profile = on_card(profile, device)
     with screen.progress("searching for the best plan"):
         plan = fit_profiles([profile], allowed, device, offload=asked.offload, allocator=asked.allocator)

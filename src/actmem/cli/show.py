@@ -103,7 +103,13 @@ def run(asked: Show, screen: Screen) -> tuple[ShowShown, int]:
         device = None if asked.device is None else measured(chosen, loaded.model)
         optimizer = None if asked.optimizer == "none" else asked.optimizer
         profile = actmem.profile(
-            loaded.model, loaded.batch, loss=loaded.loss, blocks=asked.blocks, optimizer=optimizer, fake=asked.fake
+            loaded.model,
+            loaded.batch,
+            loss=loaded.loss,
+            blocks=asked.blocks,
+            optimizer=optimizer,
+            fake=asked.fake,
+            device=device,
         )
         profile = profile if device is None else on_card(profile, device)
         plan = plan_of(profile, mode)

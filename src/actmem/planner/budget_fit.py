@@ -23,7 +23,7 @@ from actmem.planner.named_modes import named_keeps, named_steps
 from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, solve
 from actmem.planner.written_plan import write_plan
 from actmem.profiles import Profile
-from actmem.profiling import called_as, check_step, profiles
+from actmem.profiling import called_as, check_step, for_card, profiles
 from actmem.settings import STORES, Compiled, Offload
 from actmem.simulation import (
     Simulated,
@@ -167,7 +167,7 @@ def fit(
         check_compiled(allocator, step=step, examples=examples, offload=offload, shard=shard)
         model = cast("nn.Module", getattr(model, "_orig_mod", model))
         found_blocks = find_blocks(model, blocks, scope)
-    with called_as(f"actmem.fit(model, {what}, budget=..., fake=False)"):
+    with called_as(f"actmem.fit(model, {what}, budget=..., fake=False)"), for_card(known.has_caching_allocator):
         found = profiles(
             model,
             batches,
