@@ -20,6 +20,7 @@ from actmem.simulation import (
     card_memory,
     cost_seconds,
     decisions,
+    estimates,
     follow,
     outside_torch,
     prediction,
@@ -107,7 +108,7 @@ def fit_card(
         outside_bytes=outside_bytes,
         allocator=settings.text,
         curve=card.curve(plan),
-        assumptions=tuple(dict.fromkeys(text for p in profiles for text in unknowns(p))),
+        assumptions=tuple(dict.fromkeys(text for p in profiles for text in (*unknowns(p), *estimates(p)))),
         notes=() if note is None else (note,),
     )
     return replace(plan, mode=f"fit(budget={budget_bytes})", predicted=predicted)

@@ -18,7 +18,7 @@ from actmem.profiles import Profile
 from actmem.simulation.plan_effect import follow
 from actmem.simulation.simulator import Simulated
 
-__all__ = ["NUM_STEPS", "CardMemory", "card_memory", "outside_torch", "step_changes", "training_events"]
+__all__ = ["NUM_STEPS", "CardMemory", "card_memory", "estimates", "outside_torch", "step_changes", "training_events"]
 
 NUM_STEPS = 3
 """How many steps are simulated: one from an empty allocator, and two more."""
@@ -196,6 +196,20 @@ def training_events(
         elif profile.microbatches == 1:
             for name in born.values():  # optimizer.zero_grad()
                 yield False, Free(name)
+
+
+def estimates(profile: Profile) -> tuple[str, ...]:
+    """Name what is estimated of a card, where it is not simulated.
+
+    >>> estimates(Profile())
+    ()
+    >>> "estimated" in estimates(Profile(shard=8))[0]
+    True
+    """
+    if profile.shard == 1:
+        return ()
+    exact = f"fit(profile_rank(build, world={profile.shard}), ...) simulates the rank's own"
+    return (f"what the allocator adds on a rank: it is estimated, from a part of each allocation ({exact})",)
 
 
 def _lasting(changes: list[tuple[int, int] | _Mark]) -> frozenset[int]:

@@ -11,7 +11,7 @@ from actmem.modes import FromPlan, Mode
 from actmem.plan import Plan
 from actmem.profiles import Profile
 from actmem.simulation.card_kernels import on_card, unknowns
-from actmem.simulation.card_usage import card_memory
+from actmem.simulation.card_usage import card_memory, estimates
 from actmem.simulation.peaks import peak_words
 from actmem.simulation.plan_effect import follow
 from actmem.simulation.simulator import Simulated
@@ -112,7 +112,7 @@ def predict(
         peak_bytes=memory.allocated_bytes,
         reserved_bytes=memory.reserved_bytes,
         outside_bytes=memory.outside_bytes,
-        assumptions=unknowns(profile),
+        assumptions=(*unknowns(profile), *estimates(profile)),
         step=(profile, plan),
     )
 
