@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
 from typing import cast
 
+from actmem.allocator import AllocatorSettings
 from actmem.decision_rules import TARGETS, Rule, Slices, check_rules, check_target
 from actmem.decisions import Decision
 from actmem.errors import ModeError
@@ -242,7 +243,7 @@ class Budget:
     `microbatches` are then those of the loop and keep their defaults here.
 
     >>> Budget("20GiB")
-    Budget(amount='20GiB', device=None, offload=None, optimizer='adamw', microbatches=1, compiled=None)
+    Budget(amount='20GiB', device=None, offload=None, optimizer='adamw', microbatches=1, compiled=None, allocator='')
 
     Raises:
         ModeError: if the amount cannot be read, or another field has a value that is not permitted.
@@ -262,6 +263,8 @@ class Budget:
     """The number of batches that gradients are accumulated over."""
     compiled: bool | Compiled | None = None
     """Whether it is for compiled blocks, and how they are compiled. None: as the model is when the plan is made."""
+    allocator: str | AllocatorSettings = ""
+    """On a card: what PYTORCH_CUDA_ALLOC_CONF will be, such as "expandable_segments:True". "": torch's defaults."""
 
     def __post_init__(self) -> None:
         parse_budget(self.amount, device_bytes=2**40)
@@ -269,6 +272,7 @@ class Budget:
             raise ModeError(f"offload = {self.offload!r} is not known. Permitted: 'host', 'disk', an Offload, or None.")
         check_optimizer(self.optimizer)
         _check_count("microbatches", self.microbatches, least=1, meaning="batches to a step", of="Budget")
+        AllocatorSettings.of(self.allocator)
 
     def rules(self) -> tuple[Rule, ...]:
         """Raise: the rules for a budget depend on the model, and `fit` finds them."""

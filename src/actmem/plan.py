@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -71,8 +72,14 @@ class FitRecord:
     """On a card: the most that torch's caching allocator takes from the driver, simulated over several steps."""
     outside_bytes: int = 0
     """On a card: what lies outside torch. With the reserved bytes it is within the budget."""
+    allocator: str = ""
+    """On a card: what PYTORCH_CUDA_ALLOC_CONF was assumed to be; "" for torch's defaults."""
+    curve: tuple[int, ...] = ()
+    """On a card: what is allocated over a step, in a hundred parts that each request equally many bytes."""
     assumptions: tuple[str, ...] = ()
     """What is not known of the card's kernels."""
+    notes: tuple[str, ...] = ()
+    """What differs here from what was assumed."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +168,8 @@ class Plan:
         if self.predicted is not None:
             p = self.predicted
             document["predicted"] = {**asdict(p), **shapes_as_text(p.shapes, p.calls)}
-        return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+        return _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -242,9 +250,14 @@ def _foretold(p: FitRecord) -> list[str]:
         )
     if p.reserved_bytes is not None:
         reserved, outside = p.reserved_bytes / 2**20, p.outside_bytes / 2**20
-        lines.insert(1, f"  on the card: {reserved:,.1f} MiB reserved by torch, {outside:,.1f} MiB outside torch")
+        lines.insert(
+            1,
+            f"  on the card: {reserved:,.1f} MiB reserved by torch (allocator: {p.allocator or 'the defaults'}), "
+            f"{outside:,.1f} MiB outside torch",
+        )
     if p.assumptions:
         lines.append(f"not known: {'; '.join(p.assumptions)}")
+    lines += [f"note: {text}" for text in p.notes]
     if p.time_limit_hit:
         lines.append("stopped by time_limit before the search was done: another run may find another plan")
     return lines
@@ -259,6 +272,9 @@ def _check_blocks(blocks: object) -> tuple[str, ...]:
         raise ModeError(f"blocks = {blocks!r} is not a list of module paths. Expected e.g. ['layers.0', 'layers.1'].")
     return tuple(cast(Sequence[str], entries))
 
+
+_NUMBERS = re.compile(r"\[[\d,\s]+\]")
+"""A list of numbers, which is written on one line."""
 
 # --- plan files -------------------------------------------------------------------------------------------------------
 

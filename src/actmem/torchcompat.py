@@ -326,6 +326,43 @@ def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind))
 
 
+@contextlib.contextmanager
+def cuda_autocast_on_cpu(entered: Callable[[], None]) -> Generator[None]:
+    """Let `torch.autocast("cuda")` switch the CPU's autocast on and off too, even where torch has no CUDA.
+
+    Args:
+        entered: called each time that one is entered.
+    """
+    kind: Any = torch.autocast
+    init, enter, leave = kind.__init__, kind.__enter__, kind.__exit__
+    on_cpu: list[Any] = []
+
+    def make(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        is_card = device_type == "cuda"
+        init(self, device_type, dtype, enabled and not is_card, cache_enabled)
+        if is_card:
+            self._enabled = enabled  # torch turns it off, with a warning, where it has no CUDA
+
+    def enter_both(self: Any) -> Any:
+        found = enter(self)
+        if self.device == "cuda":
+            entered()
+            on_cpu.append(kind("cpu", self.fast_dtype, self._enabled, self._cache_enabled))
+            enter(on_cpu[-1])
+        return found
+
+    def leave_both(self: Any, *error: Any) -> Any:
+        if self.device == "cuda":
+            leave(on_cpu.pop(), *error)
+        return leave(self, *error)
+
+    kind.__init__, kind.__enter__, kind.__exit__ = make, enter_both, leave_both
+    try:
+        yield
+    finally:
+        kind.__init__, kind.__enter__, kind.__exit__ = init, enter, leave
+
+
 def numerics() -> tuple[Any, ...]:
     """Return the flags that change the bits of a matrix product or a convolution."""
     return (

@@ -121,6 +121,17 @@ def test_a_plan_is_written_as_json_or_toml_and_can_be_shown_and_verified(run: Ru
     assert document(run, "verify", "mine:make", "--plan", "plan.json", "--on", "cpu")["equal"]
 
 
+def test_the_allocators_settings_are_an_option_that_the_plan_keeps_and_show_prints(run: Run) -> None:
+    settings = ("--allocator", "expandable_segments:True")
+    card = ("--device", "h100-80gb", "--budget", "2GiB", "--frontier", "0")
+    found = document(run, "fit", "mine:make", *card, *settings, "--out", "plan.json")
+    assert found["allocator"] == found["plan"]["predicted"]["allocator"] == "expandable_segments:True"
+    assert "(allocator: expandable_segments:True)" in run("fit", "mine:make", *card, *settings).out
+    assert document(run, "show", "mine:make", "--mode", "full")["planned_for"] is None
+    shown = run("show", "mine:make", "--plan", "plan.json").out
+    assert "planned for     NVIDIA H100 SXM 80 GB, allocator: expandable_segments:True" in shown
+
+
 def test_a_page_and_a_timeline_are_written(run: Run, tmp_path: Path) -> None:
     words = ("fit", *MINE, "--budget", "700KiB", "--frontier", "0")
     found = document(run, *words, "--report", "page.html", "--timeline", "trace.json")
@@ -272,6 +283,6 @@ def test_llama_8b_is_planned_for_one_h100(run: Run) -> None:
     )
     found = document(run, *words)
     assert found["peak_bytes"] <= found["reserved_bytes"] <= 72 * 2**30 - found["outside_bytes"]
-    assert found["gap"] < 1e-3
+    assert found["gap"] < 0.05  # nearly all of it is what fragmentation costs: the bound is for tensors without gaps
     assert sum(part["num_bytes"] for part in found["parts"]) == found["peak_bytes"]
     assert len(found["frontier"]) == 6

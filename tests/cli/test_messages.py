@@ -42,6 +42,7 @@ WRONG = {
     "a config that is none": ("fit", "empty.json", *H100),
     "a frontier of one point": ("fit", "mine:make", *H100, "--frontier", "1"),
     "a headroom above one": ("fit", "mine:make", *H100, "--headroom", "2"),
+    "allocator settings that are not simulated": ("fit", "mine:make", *H100, "--allocator", "backend:cudaMallocAsync"),
     "offloading to the host of a CPU": (
         *("fit", "mine:make", "--device", "this", "--budget", "1MiB", "--offload", "host"),
     ),

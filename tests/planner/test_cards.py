@@ -217,6 +217,13 @@ def test_autocast_on_a_card_computes_in_float32_what_a_cpu_does_not() -> None:
         assert (x @ x).exp().dtype is torch.bfloat16  # and nothing of it stays
 
 
+def test_what_a_sharded_plan_estimates_of_the_allocator_is_said() -> None:
+    found = actmem.predict(profiled("llama", shard=4), actmem.Full(), H100)
+    assert any("estimated" in text and "world=4" in text for text in found.assumptions)
+    whole = actmem.predict(profiled("llama"), actmem.Full(), H100)
+    assert not any("estimated" in text for text in whole.assumptions)
+
+
 def test_steps_after_the_first_take_no_more_and_leave_nothing_behind() -> None:
     profile = on_card(profiled("llama"), H100)
     plan = plan_of(profile, actmem.Full())

@@ -119,6 +119,25 @@ class AllocatorSettings:
                 fields |= {name: read(key, value)} if name else read(key, value) or {}  # type: ignore[operator]
         return cls(tie=tie, **fields)  # type: ignore[arg-type]
 
+    @classmethod
+    def of(cls, value: "str | AllocatorSettings") -> "AllocatorSettings":
+        """Return settings as they are, and read text.
+
+        >>> AllocatorSettings.of("expandable_segments:True") == AllocatorSettings(expandable_segments=True)
+        True
+
+        Raises:
+            ModeError: if the value is neither, or text that is refused.
+        """
+        if isinstance(value, AllocatorSettings):
+            return value
+        if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
+            raise ModeError(
+                f"allocator = {value!r} is not permitted. Expected what PYTORCH_CUDA_ALLOC_CONF would be, such as "
+                "'expandable_segments:True', or an actmem.allocator.AllocatorSettings."
+            )
+        return cls.parse(value)
+
     @property
     def text(self) -> str:
         """Return the settings that are not defaults as PYTORCH_CUDA_ALLOC_CONF would have them.

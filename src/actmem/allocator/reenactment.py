@@ -14,8 +14,9 @@ from actmem.allocator.free_blocks import LARGE_BYTES, SMALL_BYTES, Block
 from actmem.allocator.simulated_memory import MemoryAtPeak, PeakWatch
 from actmem.allocator.snapshot_file import Frame, Snapshot, SnapshotSegment, TraceEvent, frames_of
 from actmem.allocator.start_state import restore, start_of
+from actmem.allocator.step_curves import find_steps
 
-__all__ = ["DeviceRecording", "LiveTensor", "reenact"]
+__all__ = ["DeviceRecording", "LiveTensor", "place_of", "reenact"]
 
 _REQUESTS = ("segment_alloc", "segment_map")
 _RELEASES = ("segment_free", "segment_unmap")
@@ -42,11 +43,20 @@ class LiveTensor:
 
         What autograd's own threads allocate has no Python line: there it is the backward step, or the operator.
         """
-        python = [frame for frame in self.frames if frame.file.endswith(".py")]
-        own = [frame for frame in python if "/torch/" not in frame.file.replace("\\", "/")]
-        steps = [frame for frame in self.frames if "Backward" in frame.function]
-        operators = [frame for frame in self.frames if frame.function.startswith("at::")]
-        return next(iter([*own, *python, *steps, *operators, *self.frames]), None)
+        return _telling(self.frames)
+
+
+def _telling(frames: Sequence[Frame]) -> Frame | None:
+    python = [frame for frame in frames if frame.file.endswith(".py")]
+    own = [frame for frame in python if "/torch/" not in frame.file.replace("\\", "/")]
+    steps = [frame for frame in frames if "Backward" in frame.function]
+    operators = [frame for frame in frames if frame.function.startswith("at::")]
+    return next(iter([*own, *python, *steps, *operators, *frames]), None)
+
+
+def place_of(snapshot: Snapshot, device: int, place: int) -> Frame | None:
+    """Return the line that caused an event of a trace, as `LiveTensor.place` does."""
+    return _telling(tuple(frames_of(snapshot.traces[device][place].frames)))
 
 
 @dataclass(frozen=True)
@@ -78,9 +88,18 @@ class DeviceRecording:
     at_peak: MemoryAtPeak
     """What was reserved when most was."""
     curve: tuple[tuple[int, int], ...]
-    """Allocated and reserved bytes after each allocation."""
+    """Allocated and reserved bytes at the start, and after each allocation."""
+    requests: tuple[int, ...]
+    """The bytes of each of these allocations, as requested; 0 where memory was only given back."""
+    places: tuple[int, ...]
+    """Where in the trace each of them is."""
     largest: tuple[LiveTensor, ...]
     """What was in use when most was allocated, largest first."""
+
+    @property
+    def steps(self) -> list[range]:
+        """Return the steps that the recording has, as ranges of its allocations."""
+        return find_steps(self.requests, [allocated for allocated, _ in self.curve[1:]])
 
     @property
     def is_exact(self) -> bool:
@@ -145,7 +164,7 @@ class _Reenactment:
         start = allocator.allocated_bytes, allocator.reserved_bytes
         watch = PeakWatch(allocator)
         peak_at = 0
-        curve = [start]
+        curve, requests, places = [start], list[int](), list[int]()
         while self._at < len(trace):
             event = trace[self._at]
             if event.action == "free_completed":
@@ -170,6 +189,9 @@ class _Reenactment:
                 peak_at = self._at
             if event.action != "free_completed":
                 curve.append((allocator.allocated_bytes, allocator.reserved_bytes))
+                last = trace[self._at - 1]
+                requests.append(last.num_bytes if last.action == "alloc" else 0)
+                places.append(self._at - 1)
         count = [event.action for event in trace].count
         return DeviceRecording(
             device=self._device,
@@ -192,6 +214,8 @@ class _Reenactment:
             is_end_right=self._is_end_right(),
             at_peak=watch.moment,
             curve=tuple(curve),
+            requests=tuple(requests),
+            places=tuple(places),
             largest=self._largest(peak_at),
         )
 

@@ -359,6 +359,7 @@ def _fitted(
             optimizer=mode.optimizer,
             microbatches=mode.microbatches,
             compiled=mode.compiled,
+            allocator=mode.allocator,
             blocks=blocks,
             scope=scope,
             fake=profiled.fake,

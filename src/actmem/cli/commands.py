@@ -35,6 +35,7 @@ _Text = Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")]
 _Mode = Annotated[str | None, arg(metavar="MODE", help_behavior_hint="")]
 _File = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")]
 _Dtype = Annotated[Dtype | None, arg(help_behavior_hint="")]
+_Settings = Annotated[str, arg(metavar="SETTINGS", help_behavior_hint="")]
 _Flag = Annotated[bool, arg(help_behavior_hint="")]
 
 
@@ -87,6 +88,8 @@ class Planning(Loading):
     """Ranks over which FSDP2 divides parameters, gradients and optimizer state."""
     headroom: _Part = None
     """Fraction of the budget to leave free. Default: 0."""
+    allocator: _Settings = ""
+    """On a card, what PYTORCH_CUDA_ALLOC_CONF will be, such as expandable_segments:True. Default: torch's defaults."""
     fake: _Flag = True
     """Run and time one real step, not a fake one. For models whose control flow depends on tensor values."""
 

@@ -44,6 +44,7 @@ _OPTIONS = (
     "batch",
     "blocks",
     "headroom",
+    "allocator",
     "multiple",
     "most",
 )

@@ -71,8 +71,12 @@ class FitShown(Document):
     """On a card: the most that torch's caching allocator takes from the driver. None elsewhere."""
     outside_bytes: int
     """On a card: what lies outside torch."""
+    allocator: str
+    """On a card: what PYTORCH_CUDA_ALLOC_CONF was assumed to be; "" for torch's defaults."""
     assumptions: tuple[str, ...]
     """What is not known of the card's kernels."""
+    notes: tuple[str, ...]
+    """What differs here from what was assumed."""
     peak_at: str
     peak_words: tuple[str, ...]
     """Where the peak is, what it consists of and what would lower it: one sentence each."""
@@ -115,10 +119,10 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
         device = measured(chosen, loaded.model)
     allowed = allowance(asked.budget, device, asked.headroom)
     with screen.progress("profiling one step"):
-        profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, **options_of(asked))
+        profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, device=device, **options_of(asked))
         profile = on_card(profile, device)
     with screen.progress("searching for the best plan"):
-        plan = fit_profiles([profile], allowed, device, offload=asked.offload)
+        plan = fit_profiles([profile], allowed, device, offload=asked.offload, allocator=asked.allocator)
         parts, _ = parts_of(profile, plan)
     curve = None
     if asked.frontier:
@@ -253,11 +257,13 @@ def show(shown: FitShown, screen: Screen) -> None:
         needed = shown.reserved_bytes + shown.outside_bytes
         out.print(
             f"on the card      {size(needed)} of {size(shown.budget_bytes)}: {size(shown.reserved_bytes)} reserved by "
-            f"torch, {size(shown.outside_bytes)} outside torch\n",
+            f"torch (allocator: {shown.allocator or 'the defaults'}), {size(shown.outside_bytes)} outside torch\n",
             markup=False,
         )
     for text in shown.assumptions:
         screen.paragraph(f"not known: {text}")
+    for text in shown.notes:
+        screen.paragraph(f"note: {shown_message(ModeError(text))}")
     if shown.time_limit_hit:
         out.print("stopped by the time limit before the search was done: another run may find another plan\n")
     for sentence in shown.peak_words:

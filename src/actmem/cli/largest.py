@@ -80,6 +80,7 @@ def run(asked: Largest, screen: Screen) -> tuple[LargestShown, int]:
             progress=tried,
             offload=asked.offload,
             headroom=asked.headroom,
+            allocator=asked.allocator,
             **options_of(asked),
         )
     predicted = found.plan.predicted

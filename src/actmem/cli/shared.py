@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
+from actmem.allocator import AllocatorSettings
 from actmem.cli.commands import Planning
 from actmem.cli.failures import Mistakes
 from actmem.cli.loaded_model import Loaded, check_model
@@ -79,6 +80,8 @@ def check_planning(asked: Planning, mistakes: Mistakes) -> Device | None:
     'h100-80gb'
     >>> mistakes.raise_all()
     """
+    from actmem.planner import check_allocator  # its solver takes a while to import
+
     chosen = None
     with mistakes.noted():
         chosen = chosen_device(asked.device)
@@ -87,6 +90,10 @@ def check_planning(asked: Planning, mistakes: Mistakes) -> Device | None:
     with mistakes.noted():
         if asked.headroom is not None and not 0 <= asked.headroom < 1:
             raise ModeError(f"--headroom {asked.headroom} is not permitted. Expected a number from 0 to below 1: 0.05.")
+    with mistakes.noted():
+        settings = AllocatorSettings.parse(asked.allocator)
+        if chosen is not None:
+            check_allocator(settings, chosen)
     for name, number in (("microbatches", asked.microbatches), ("shard", asked.shard)):
         with mistakes.noted():
             if number < 1:

@@ -18,7 +18,7 @@ from actmem.cli.screen import Screen, flops_text, ratio_text, seconds_text, tabl
 from actmem.cli.shared import ModelShown, Part, chosen_device, described, measured, parts_of, parts_text
 from actmem.decisions import Decision, Reason
 from actmem.errors import ModeError
-from actmem.plan import Plan
+from actmem.plan import FitRecord, Plan
 from actmem.profiles import Layer, Profile
 from actmem.simulation import Simulated, cost_seconds, decisions, on_card, plan_of, prediction
 from actmem.units import size
@@ -80,6 +80,8 @@ class ShowShown(Document):
     """Bytes that are offloaded."""
     step_time_ratio: float | None
     """Step time relative to saving everything, on the device, if one was named."""
+    planned_for: str | None
+    """The card that the plan was made for, if it was, and what PYTORCH_CUDA_ALLOC_CONF was assumed to be there."""
     groups: tuple[Group, ...]
 
 
@@ -101,7 +103,13 @@ def run(asked: Show, screen: Screen) -> tuple[ShowShown, int]:
         device = None if asked.device is None else measured(chosen, loaded.model)
         optimizer = None if asked.optimizer == "none" else asked.optimizer
         profile = actmem.profile(
-            loaded.model, loaded.batch, loss=loaded.loss, blocks=asked.blocks, optimizer=optimizer, fake=asked.fake
+            loaded.model,
+            loaded.batch,
+            loss=loaded.loss,
+            blocks=asked.blocks,
+            optimizer=optimizer,
+            fake=asked.fake,
+            device=device,
         )
         profile = profile if device is None else on_card(profile, device)
         plan = plan_of(profile, mode)
@@ -117,9 +125,16 @@ def run(asked: Show, screen: Screen) -> tuple[ShowShown, int]:
         peak_at=f"{found.peak_op}{f' in {found.peak_block}' if found.peak_block else ''}",
         parts=parts,
         step_time_ratio=None if device is None else found.step_time_ratio,
+        planned_for=_planned_for(plan.predicted),
         groups=_groups(profile, plan, simulated, seconds, asked.min_bytes),
     )
     return shown, 0
+
+
+def _planned_for(told: FitRecord | None) -> str | None:
+    if told is None or told.reserved_bytes is None:
+        return None
+    return f"{told.device}, allocator: {told.allocator or 'the defaults'}"
 
 
 def _groups(
@@ -211,6 +226,8 @@ def show(shown: ShowShown, screen: Screen) -> None:
         out.print(_table(group, timed=shown.device is not None))
     ratio = "" if shown.step_time_ratio is None else f", step {ratio_text(shown.step_time_ratio)} of saving everything"
     sent = f", offloads {size(shown.sent_bytes)}" if shown.sent_bytes else ""
+    if shown.planned_for is not None:
+        out.print(f"planned for     {shown.planned_for}", markup=False)
     out.print(
         f"predicted peak  {size(shown.peak_bytes)}, at {shown.peak_at}\n"
         f"  consists of   {parts_text(shown.parts)}\n"

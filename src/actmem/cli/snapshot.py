@@ -12,6 +12,8 @@ from actmem.allocator import (
     Frame,
     MemoryAtPeak,
     Snapshot,
+    compare_step,
+    place_of,
     read_snapshot,
     reenact,
 )
@@ -86,17 +88,43 @@ class RecordedDeviceShown(Document):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepShown(Document):
+    """A predicted step over a recorded one. A step is divided into parts that each request equally many bytes."""
+
+    num_steps: int
+    """How many steps were found in the recording; the last of them is compared."""
+    predicted: tuple[int, ...]
+    """Allocated bytes in each part."""
+    recorded: tuple[int, ...]
+    parts_at: float | None
+    """The fraction of the step at which they first differ by more than 2 % of the recorded peak; null if nowhere."""
+    parts_by: int
+    """Recorded less predicted bytes there."""
+    place: Frame | None
+    """The innermost line of Python that is not torch's own that allocated there, if the recording has it."""
+    farthest_at: float
+    """The fraction of the step at which they differ most."""
+    farthest_by: int
+    """Recorded less predicted bytes there."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedShown(Document):
     """What a plan predicted, compared with what was recorded."""
 
     mode: str
     predicted_bytes: int
-    """The peak that the plan predicted."""
+    """The peak that the plan predicted: allocated bytes if it is for a card, and bytes of tensors otherwise."""
     budget_bytes: int
     recorded_bytes: int
     """The recorded peak of the device that took most: allocated bytes."""
+    predicted_reserved_bytes: int | None
+    """The peak of reserved bytes that a plan for a card predicted."""
+    recorded_reserved_bytes: int
     device: str
     """The device that the plan was made for."""
+    step: StepShown | None
+    """The predicted step over the recorded one; null if the plan has no curve, or the recording no trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +167,7 @@ def run(asked: SnapshotCommand, screen: Screen) -> tuple[SnapshotShown, int]:
         plan = Plan.from_json(snapshot.attachment.plan)
     with screen.progress("simulating the allocator"):
         found = [reenact(snapshot, device, num_largest=asked.largest) for device in snapshot.devices]
-    planned = _planned(plan, found)
+    planned = _planned(plan, found, snapshot)
     if asked.report is not None:
         from actmem.reporting import write_memory_page
 
@@ -163,16 +191,38 @@ def _with_prediction(plan: Plan, name: str) -> Plan:
     return plan
 
 
-def _planned(plan: Plan | None, found: list[DeviceRecording]) -> PlannedShown | None:
+def _planned(plan: Plan | None, found: list[DeviceRecording], snapshot: Snapshot) -> PlannedShown | None:
     if plan is None or plan.predicted is None:
         return None
     told: FitRecord = plan.predicted
+    most = max(found, key=lambda each: each.peak_allocated_bytes, default=None)
     return PlannedShown(
         mode=plan.mode,
-        predicted_bytes=told.peak_bytes,
+        predicted_bytes=max(told.curve, default=told.peak_bytes),
         budget_bytes=told.budget_bytes,
-        recorded_bytes=max((each.peak_allocated_bytes for each in found), default=0),
+        recorded_bytes=0 if most is None else most.peak_allocated_bytes,
+        predicted_reserved_bytes=told.reserved_bytes,
+        recorded_reserved_bytes=0 if most is None else most.peak_reserved_bytes,
         device=told.device,
+        step=None if most is None else _step(most, told, snapshot),
+    )
+
+
+def _step(found: DeviceRecording, told: FitRecord, snapshot: Snapshot) -> StepShown | None:
+    compared = compare_step(found, told.curve)
+    if compared is None:
+        return None
+    num, at, farthest, by = len(compared.recorded), compared.parting, compared.farthest, compared.apart
+    where = None if at is None else found.places[compared.steps[-1].start + compared.moments[at]]
+    return StepShown(
+        num_steps=len(compared.steps),
+        predicted=compared.predicted,
+        recorded=compared.recorded,
+        parts_at=None if at is None else at / num,
+        parts_by=0 if at is None else by[at],
+        place=None if where is None else place_of(snapshot, found.device, where),
+        farthest_at=farthest / num,
+        farthest_by=by[farthest],
     )
 
 
@@ -196,15 +246,40 @@ def show(shown: SnapshotShown, screen: Screen) -> None:
     for each in shown.devices:
         _show_device(each, screen)
     if shown.plan is not None:
-        told = shown.plan
-        difference = told.recorded_bytes - told.predicted_bytes
-        screen.out.print(f"plan of {told.mode}, for {told.device}", markup=False)
-        screen.out.print(
-            f"predicted peak   {size(told.predicted_bytes)} of {size(told.budget_bytes)}; recorded "
-            f"{size(told.recorded_bytes)}, {'+' if difference >= 0 else '-'}{size(abs(difference))}\n"
-        )
+        _show_plan(shown.plan, screen)
     if shown.report is not None:
         screen.note(f"report: {shown.report}")
+
+
+def _show_plan(told: PlannedShown, screen: Screen) -> None:
+    out = screen.out
+    out.print(f"plan of {told.mode}, for {told.device}", markup=False)
+    out.print(
+        f"predicted peak   {size(told.predicted_bytes)} of {size(told.budget_bytes)}; recorded "
+        f"{size(told.recorded_bytes)}, {_by(told.recorded_bytes - told.predicted_bytes)}"
+    )
+    if told.predicted_reserved_bytes is not None:
+        difference = told.recorded_reserved_bytes - told.predicted_reserved_bytes
+        out.print(
+            f"      reserved   {size(told.predicted_reserved_bytes)}; recorded {size(told.recorded_reserved_bytes)}, "
+            f"{_by(difference)}"
+        )
+    step = told.step
+    if step is not None:
+        several = f"has {step.num_steps} equal steps, of which the last is compared"
+        out.print(f"the recording    {several if step.num_steps > 1 else 'has no equal steps, and is compared as one'}")
+        if step.parts_at is None:
+            said = "the curves are within 2 % of the recorded peak of one another throughout"
+        else:
+            line = "" if step.place is None else f", at {_short(step.place)}"
+            said = f"the curves part {step.parts_at:.0%} into the step{line}: recorded {_by(step.parts_by)}"
+        out.print(f"over the step    {said}", markup=False)
+        out.print(f"                 farthest {step.farthest_at:.0%} into it: recorded {_by(step.farthest_by)}")
+    out.print()
+
+
+def _by(num_bytes: int) -> str:
+    return f"{'+' if num_bytes >= 0 else '-'}{size(abs(num_bytes))}"
 
 
 def _show_device(each: RecordedDeviceShown, screen: Screen) -> None:
@@ -251,10 +326,14 @@ def _compared(each: RecordedDeviceShown) -> str:
 def _place(tensor: TensorShown) -> str:
     if tensor.place is None:
         return "before the recording" if tensor.is_older else "no stack was recorded"
-    if not tensor.place.line:  # a line of C++ whose file is not known
-        return tensor.place.function.partition("(")[0]
-    short = "/".join(tensor.place.file.replace("\\", "/").split("/")[-3:])
-    return f"{short}:{tensor.place.line} {tensor.place.function}"
+    return _short(tensor.place)
+
+
+def _short(place: Frame) -> str:
+    if not place.line:  # a line of C++ whose file is not known
+        return place.function.partition("(")[0]
+    short = "/".join(place.file.replace("\\", "/").split("/")[-3:])
+    return f"{short}:{place.line} {place.function}"
 
 
 def _exact(num_bytes: int) -> str:

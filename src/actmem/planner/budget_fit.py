@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from actmem.allocator import AllocatorSettings
 from actmem.collector import uncollected
 from actmem.decisions import Decision
 from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
 from actmem.plan import FitRecord, Plan
-from actmem.planner.card_fit import allowed_text, fit_card
+from actmem.planner.budget_allowance import Allowance, allowance
+from actmem.planner.card_fit import allowed_text, check_allocator, fit_card
 from actmem.planner.compiled_fit import check_compiled, compilation, fit_ladder, make_ladder
 from actmem.planner.named_modes import named_keeps, named_steps
-from actmem.planner.rules_writer import ANY, loosened, write_rules
 from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, solve
+from actmem.planner.written_plan import write_plan
 from actmem.profiles import Profile
-from actmem.profiling import called_as, check_step, profiles
+from actmem.profiling import called_as, check_step, for_card, profiles
 from actmem.settings import STORES, Compiled, Offload
 from actmem.simulation import (
     Simulated,
@@ -39,24 +41,9 @@ from actmem.simulation import (
     step_seconds,
 )
 from actmem.structure import check_module, find_blocks
-from actmem.units import parse_budget, size
+from actmem.units import size
 
-__all__ = ["Allowance", "allowance", "fit", "fit_profile", "fit_profiles", "refusal"]
-
-
-@dataclass(frozen=True)
-class Allowance:
-    """How many bytes a plan may use."""
-
-    asked_bytes: int
-    """The budget as requested."""
-    headroom: float
-    """The fraction of it that stays free."""
-
-    @property
-    def budget_bytes(self) -> int:
-        """What is left."""
-        return int(self.asked_bytes * (1 - self.headroom))
+__all__ = ["fit", "fit_profile", "fit_profiles", "refusal"]
 
 
 def fit(
@@ -80,6 +67,7 @@ def fit(
     fake: bool = True,
     time_limit: float = TIME_LIMIT,
     compiled: bool | Compiled | None = None,
+    allocator: str | AllocatorSettings = "",
 ) -> Plan:
     """Find the plan that trains fastest within a memory budget, and say how far from the best possible it may be.
 
@@ -90,7 +78,7 @@ def fit(
 
     Args:
         model: the model, in training mode; it may be on the meta device. Or a profile, such as of `profile_rank`: then
-            `budget`, `device`, `offload`, `headroom` and `time_limit` are all that is left to say.
+            `budget`, `device`, `offload`, `headroom`, `allocator` and `time_limit` are all that is left to say.
         example: a batch: a dict for `model(**example)`, or a tuple for `model(*example)`.
         budget: such as "20GiB", a number of bytes, or a fraction of the device's memory, such as 0.9.
         step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
@@ -113,8 +101,11 @@ def fit(
             returned, and says so. Otherwise the same inputs give the same plan, however long it takes.
         compiled: whether the plan is for compiled blocks. None: if they are compiled now. True: if they are, as they
             are, and else each block by inductor; an `actmem.Compiled` says otherwise. The model is compiled under
-            several plans for this, on fake tensors, or with `fake=False` for real. `step`, `examples`, `offload` and
-            `shard` cannot be combined with it.
+            several plans for this, on fake tensors, or with `fake=False` for real. `step`, `examples`, `offload`,
+            `shard` and `allocator` cannot be combined with it.
+        allocator: on a card, what PYTORCH_CUDA_ALLOC_CONF will be when the plan is applied, such as
+            "expandable_segments:True", or an `actmem.allocator.AllocatorSettings`. Default: torch's defaults, whatever
+            the variable is now.
 
     Returns:
         The plan. `plan.predicted` has its peak, its step time and the proven bound.
@@ -147,7 +138,8 @@ def fit(
                 "cannot be combined with it. Omit them, or pass the model itself."
             )
         known = resolved(device, dtypes_of(model))
-        return fit_profiles([model], allowance(budget, known, headroom), known, offload=offload, time_limit=time_limit)
+        allowed = allowance(budget, known, headroom)
+        return fit_profiles([model], allowed, known, offload=offload, time_limit=time_limit, allocator=allocator)
     check_module(model)
     batches = [*examples] if example is None else [example, *examples]
     if step is not None and examples:
@@ -167,14 +159,15 @@ def fit(
         raise ModeError(f"time_limit = {time_limit!r} is not permitted. Expected a number of seconds above 0.")
     known = resolved(device, {str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     allowed = allowance(budget, known, headroom)  # a wrong budget is refused before the model is profiled
+    check_allocator(allocator, known)
     what = "batch" if step is None else "step=step"
     found_blocks = find_blocks(model, blocks, scope)
     how = compilation(model, found_blocks, compiled)
     if how is not None:
-        check_compiled(step=step, examples=examples, offload=offload, shard=shard)
+        check_compiled(allocator, step=step, examples=examples, offload=offload, shard=shard)
         model = cast("nn.Module", getattr(model, "_orig_mod", model))
         found_blocks = find_blocks(model, blocks, scope)
-    with called_as(f"actmem.fit(model, {what}, budget=..., fake=False)"):
+    with called_as(f"actmem.fit(model, {what}, budget=..., fake=False)"), for_card(known.has_caching_allocator):
         found = profiles(
             model,
             batches,
@@ -192,23 +185,7 @@ def fit(
     if how is not None:
         ladder = make_ladder(model, found_blocks, batches[0], loss, how, found[0], known, fake=fake)
         return fit_ladder(ladder, allowed.budget_bytes, known, how, headroom=allowed.headroom, fake=fake)
-    return fit_profiles(found, allowed, known, offload=offload, time_limit=time_limit)
-
-
-def allowance(budget: str | int | float, known: Device, headroom: float | None = None) -> Allowance:
-    """Resolve a budget on a device.
-
-    >>> from actmem.devices import device
-    >>> allowance("72GiB", device("h100-80gb"))
-    Allowance(asked_bytes=77309411328, headroom=0.0)
-
-    Raises:
-        ModeError: the budget or the headroom is not permitted.
-    """
-    headroom = 0.0 if headroom is None else headroom
-    if not 0 <= headroom < 1:
-        raise ModeError(f"headroom = {headroom!r} is not permitted. Expected a number from 0 to below 1, such as 0.05.")
-    return Allowance(parse_budget(budget, device_bytes=known.memory_bytes), headroom)
+    return fit_profiles(found, allowed, known, offload=offload, time_limit=time_limit, allocator=allocator)
 
 
 def fit_profiles(
@@ -218,8 +195,10 @@ def fit_profiles(
     *,
     offload: str | Offload | None = None,
     time_limit: float = TIME_LIMIT,
+    allocator: str | AllocatorSettings = "",
 ) -> Plan:
     """Find the plan for existing profiles, as `fit_profile` does, and describe its peak in words."""
+    settings = check_allocator(allocator, known)
     options: dict[str, Any] = {"offload": offload, "headroom": allowed.headroom, "time_limit": time_limit}
     if known.has_caching_allocator:
         profiles = [on_card(p, known) for p in profiles]
@@ -229,7 +208,7 @@ def fit_profiles(
             beyond_bytes = allowed.budget_bytes - target_bytes
             return fit_profile(found, target_bytes, known, beyond_bytes=beyond_bytes, **options)
 
-        plan = fit_card(within, profiles, allowed.budget_bytes, known)
+        plan = fit_card(within, profiles, allowed.budget_bytes, known, settings)
     else:
         plan = fit_profile(profiles, allowed.budget_bytes, known, **options)
     predicted = plan.predicted
@@ -312,7 +291,7 @@ def fit_profile(
                 known=known,
             )
             raise BudgetError(text)
-        plan, found = _written(chief, solution.keeps, target_bytes, budget_bytes, where)
+        plan, found = write_plan(chief, solution.keeps, target_bytes, f"fit(budget={budget_bytes})", where)
         if found.peak_bytes <= limit_bytes:
             break
         # The solver treats layers as independent. Copies that one makes for another come on top: leave room for them.
@@ -350,36 +329,6 @@ def _by_name(
         solver_seconds=0.0,
     )
     return replace(plan, mode=f"fit(budget={budget_bytes})"), found, solution
-
-
-def _written(
-    chief: Profile, keeps: Keeps, target_bytes: int, budget_bytes: int, where: Offload | None
-) -> tuple[Plan, Simulated]:
-    """Write decisions as rules, few if that changes nothing; return the plan and the step that follows it."""
-    simulated = simulate(chief, keeps, exact=True)
-    written: list[tuple[Plan, Simulated]] = []
-    for wanted in (loosened(chief, keeps, simulated.replayed, simulated.held), keeps):
-        plan = Plan(
-            write_rules(chief, wanted),
-            chief.blocks,
-            chief.fingerprint,
-            f"fit(budget={budget_bytes})",
-            where if any(Decision.OFFLOAD in keep for keep in wanted) else None,
-            exact=True,
-        )
-        said = decisions(chief, plan)
-        if not _is_said(chief, wanted, said):
-            continue  # calls of one block with different needs: rules are for blocks
-        found = follow(chief, plan, keeps=said)
-        written.append((plan, found))
-        # What nothing depends on may matter after all where operators write to each other's results.
-        if found.peak_bytes <= target_bytes and found.replayed == simulated.replayed:
-            break
-    if not written:
-        raise AssertionError(
-            "the rules do not say what was planned. Please report this, with the model and the budget."
-        )
-    return written[-1]
 
 
 def _is_faster(p: Profile, keeps: Keeps, seconds: Sequence[float], budget_bytes: int, solution: Solution) -> bool:
@@ -516,15 +465,6 @@ def _predicted(
         modules=p.modules,
         time_limit_hit=s.time_limit_hit,
     )
-
-
-def _is_said(chief: Profile, keeps: Sequence[Sequence[Decision | None]], said: Keeps) -> bool:
-    """Return whether the rules say what was decided, where that makes a difference."""
-    for layer, wanted, rules_say in zip(chief.layers, keeps, said, strict=True):
-        differ = [c for c, call in enumerate(layer.calls) if call.makes and wanted[c] not in (rules_say[c], ANY)]
-        if differ and not all(layer.values[v].why is not None for c in differ for v in layer.calls[c].makes):
-            return False
-    return True
 
 
 def _check_peaks(plan: Plan, others: Sequence[Profile], chief: Profile, budget_bytes: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from actmem.errors import ActmemError, BudgetError, ModeError
 from actmem.plan import Plan
-from actmem.profiling import argument_names, named_arguments, profile, shapes_of
+from actmem.profiling import argument_names, for_card, named_arguments, profile, shapes_of
 from actmem.shapes import TensorShape
 from actmem.simulation import follow
 from actmem.structure import Condition, condition, condition_digest, difference
@@ -150,17 +150,18 @@ class Guard:
         name, _, dtype = predicted.optimizer.partition(", ")
         self._resting = True
         try:
-            found = profile(
-                model,
-                batch,
-                loss=self._loss,
-                optimizer=None if name == "none" else name,
-                optimizer_dtype=getattr(torch, dtype, None),
-                blocks=",".join(path or "." for path in self._plan.blocks),
-                microbatches=predicted.microbatches,
-                shard=predicted.shard,
-                routing="worst" if predicted.routing == "worst" else "balanced",
-            )
+            with for_card(predicted.reserved_bytes is not None):
+                found = profile(
+                    model,
+                    batch,
+                    loss=self._loss,
+                    optimizer=None if name == "none" else name,
+                    optimizer_dtype=getattr(torch, dtype, None),
+                    blocks=",".join(path or "." for path in self._plan.blocks),
+                    microbatches=predicted.microbatches,
+                    shard=predicted.shard,
+                    routing="worst" if predicted.routing == "worst" else "balanced",
+                )
             return follow(found, self._plan).peak_bytes + self._beside_bytes
         finally:
             self._resting = False

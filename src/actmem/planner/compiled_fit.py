@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from actmem.allocator import AllocatorSettings
 from actmem.compilercompat import Compiler, compiler_of
 from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
@@ -114,8 +115,13 @@ def make_ladder(
     return replace(ladder, unknown_workspaces=unknown)
 
 
-def check_compiled(**given: object) -> None:
+def check_compiled(allocator: str | AllocatorSettings, **given: object) -> None:
     """Refuse arguments that cannot be combined with compiled blocks."""
+    if allocator:
+        raise ModeError(
+            f"allocator = {allocator!r} cannot be combined with compiled blocks: what the caching allocator adds to "
+            "their graphs is not simulated. Leave it out, or plan for blocks in eager: compiled=False."
+        )
     named = [name for name, value in given.items() if value not in (None, (), [], 1)]
     if named:
         raise ModeError(

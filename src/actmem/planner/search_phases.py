@@ -25,9 +25,9 @@ from actmem.planner.search import Search
 from actmem.planner.smallest import find_smallest
 from actmem.simulation import Effect
 
-__all__ = ["best_within"]
+__all__ = ["NEAR", "best_within"]
 
-_NEAR = 5e-4
+NEAR = 5e-4
 """A plan is good enough at this fraction of a step's time above the bound."""
 _FAIR = 4e-3
 """A plan that is not as good as this is worth more work."""
@@ -115,7 +115,7 @@ def _blend(search: Search, limit: int) -> bool:
         search.sent_byte = sum(mix.copies)
         if search.traffic is None and bound > all_again:
             return False
-        close = mix.over_bytes <= 0.5 and mix.seconds - bound <= 0.1 * _NEAR * search.step_seconds
+        close = mix.over_bytes <= 0.5 and mix.seconds - bound <= 0.1 * NEAR * search.step_seconds
         if not num_new or slow or (close and search.traffic is None) or work.stopped:
             return mix.over_bytes <= 0.5
     return False
@@ -134,7 +134,7 @@ def _settle(search: Search) -> None:
             _place_mix(search, _PATIENCE)
         return
     _place_mix(search, _HASTE)
-    if not search.is_within(_NEAR) and not _place_along(search) and not search.is_within(_FAIR):
+    if not search.is_within(NEAR) and not _place_along(search) and not search.is_within(_FAIR):
         _place_mix(search, _PATIENCE)
 
 
@@ -156,7 +156,7 @@ def _place_mix(search: Search, allowance: int) -> None:
     """Place the columns by an integer mix."""
     step, work, limit = search.step, search.work, search.budget_bytes - search.in_flight_bytes
     price = 1e5 * max(1e-9, sum(max(e.seconds for e in pool) for pool in step.pools)) / max(1, search.budget_bytes)
-    near = 0.0 if search.complete else _NEAR * search.step_seconds
+    near = 0.0 if search.complete else NEAR * search.step_seconds
     step.tight.clear()
     until = work.done + allowance
     while (allowance := until - work.done) > 0 and not work.stopped:
@@ -198,7 +198,7 @@ def _chain(search: Search) -> None:
 
 def _join(search: Search) -> None:
     """Put all layers into one program, which closes what the blend leaves open."""
-    step, work, near = search.step, search.work, _NEAR * search.step_seconds
+    step, work, near = search.step, search.work, NEAR * search.step_seconds
     if not search.is_small or search.is_within(_FAIR):
         return
     step.tight.clear()
@@ -242,4 +242,4 @@ def _exchange(search: Search) -> None:
 
 def _is_good(search: Search) -> bool:
     """Return whether the best plan is good enough to stop; after much work, a looser limit applies."""
-    return search.is_within(_NEAR if search.work.done < _MUCH else _FAIR)
+    return search.is_within(NEAR if search.work.done < _MUCH else _FAIR)

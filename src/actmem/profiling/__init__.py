@@ -1,6 +1,6 @@
 """Find out what a step does by running it, on fake tensors or for real, with nothing held."""
 
-from actmem.profiling.autocast_lists import card_autocast
+from actmem.profiling.autocast_lists import card_autocast, for_card
 from actmem.profiling.compiled_step import CompiledRun, CompiledStep, Section
 from actmem.profiling.complaints import called_as
 from actmem.profiling.examples import argument_names, loss_of, named_arguments, shapes_of
@@ -21,6 +21,7 @@ __all__ = [
     "called_as",
     "card_autocast",
     "check_step",
+    "for_card",
     "generator_states",
     "inputs_of",
     "loss_of",

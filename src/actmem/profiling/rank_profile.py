@@ -29,6 +29,7 @@ from torch import nn
 from actmem.distributedcompat import as_in_training, real_meshes, silent_group, silent_pipelines
 from actmem.errors import ModeError, UnsupportedError
 from actmem.profiles import Profile
+from actmem.profiling.autocast_lists import profiled_autocast
 from actmem.profiling.complaints import quiet
 from actmem.profiling.fake_model import Assuming
 from actmem.profiling.loops import profile_made
@@ -104,6 +105,7 @@ def profile_rank(
         stack.enter_context(mode)
         stack.enter_context(assuming := Assuming(routing))
         stack.enter_context(Numbers())
+        stack.enter_context(profiled_autocast(torch.device("cpu")))
         model, step = _built(build)
         found = find_blocks(model, blocks, scope)
         facts: dict[str, Any] = {

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from actmem.collector import uncollected
+from actmem.devices import Device
+from actmem.devices import device as find_device
 from actmem.engine import tensors
 from actmem.errors import ActmemError, ModeError
 from actmem.modes import check_optimizer
 from actmem.profiles import Profile
+from actmem.profiling.autocast_lists import for_card, profiled_autocast
 from actmem.profiling.complaints import called_as, quiet, told
 from actmem.profiling.equal_blocks import identity
 from actmem.profiling.examples import shapes_of
@@ -45,6 +48,7 @@ def profile(
     optimizer_dtype: torch.dtype | None = None,
     microbatches: int = 1,
     shard: int = 1,
+    device: Device | str | None = None,
 ) -> Profile:
     """Find out what one training step of a model does, value by value.
 
@@ -67,6 +71,9 @@ def profile(
         optimizer_dtype: the dtype of its state, if it differs from that of the parameters.
         microbatches: how many batches a step accumulates gradients over. With more than one, gradients stay in between.
         shard: over how many ranks FSDP2 divides parameters, gradients and optimizer state.
+        device: the device that the profile is for, such as "h100-80gb". If it is a card, the step is run in the dtypes
+            that autocast has there, under `torch.autocast("cpu")` too. Under `torch.autocast("cuda")` it always is.
+            Default: the model's.
 
     >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)])
     >>> found = profile(model, (torch.randn(2, 8),), loss=torch.sum)
@@ -98,7 +105,10 @@ def profile(
             "there is nothing to profile. Pass a batch, actmem.profile(model, batch), or a function that runs one "
             "training step, actmem.profile(model, step=train)."
         )
-    return profiles(model, [] if example is None else [example], step=step, **options)[0]
+    known = find_device(device) if isinstance(device, str) else device
+    is_for_card = known is not None and known.has_caching_allocator
+    with for_card() if is_for_card else contextlib.nullcontext():
+        return profiles(model, [] if example is None else [example], step=step, **options)[0]
 
 
 def profiles(
@@ -133,9 +143,10 @@ def profiles(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if step is not None:
         facts: dict[str, Any] = _facts(model, found, fake=fake)
-        with called_as("actmem.profile(model, step=step, fake=False)"):
+        with called_as("actmem.profile(model, step=step, fake=False)"), profiled_autocast(device):
             return [profile_loop(model, found, device, step, routing, **facts)]
-    seen = [_seen(model, found, device, example, loss, routing, microbatches, fake=fake) for example in examples]
+    with profiled_autocast(device):
+        seen = [_seen(model, found, device, example, loss, routing, microbatches, fake=fake) for example in examples]
     unused = frozenset[str].intersection(*(its for _, its in seen))
     state, transient = optimizer_bytes(
         [p for name, p in model.named_parameters() if name not in unused],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from actmem.allocator import DeviceRecording, Frame, Snapshot
+from actmem.allocator import DeviceRecording, Frame, Snapshot, compare_step
 from actmem.plan import FitRecord
 from actmem.reporting.page_writer import rendered, write_text
 from actmem.units import size
@@ -47,6 +47,13 @@ class RecordedCurve(_Data):
     reserved: list[int]
 
 
+class PredictedCurve(_Data):
+    """A predicted step, over each step of the recording."""
+
+    moments: list[int]
+    allocated: list[int]
+
+
 class DeviceView(_Data):
     """One device, as the page shows it."""
 
@@ -65,6 +72,7 @@ class DeviceView(_Data):
     peak_reserved: str
     unusable: str
     curve: RecordedCurve
+    predicted: PredictedCurve
     parts: list[Part]
     largest: list[Tensor]
 
@@ -78,7 +86,7 @@ class MemoryPage(_Data):
     """The peak that a plan predicted."""
     budget_bytes: int | None
     predicted: list[int]
-    """Bytes that the plan's prediction has alive over the step, if the recording brings them."""
+    """Bytes that a prediction has alive over the step, if the recording brings them and the plan has no curve."""
 
 
 def write_memory_page(
@@ -112,14 +120,14 @@ def memory_page(
     """Return what the page of a recording shows."""
     return MemoryPage(
         name=name.replace("\\", "/").rpartition("/")[2],
-        devices=[_view(each) for each in devices],
-        predicted_bytes=None if told is None else told.peak_bytes,
+        devices=[_view(each, () if told is None else told.curve) for each in devices],
+        predicted_bytes=None if told is None else max(told.curve, default=told.peak_bytes),
         budget_bytes=None if told is None else told.budget_bytes,
-        predicted=_thinned(snapshot.attachment.timeline),
+        predicted=[] if told is not None and told.curve else _thinned(snapshot.attachment.timeline),
     )
 
 
-def _view(found: DeviceRecording) -> DeviceView:
+def _view(found: DeviceRecording, predicted: Sequence[int]) -> DeviceView:
     return DeviceView(
         device=found.device,
         settings=found.settings.text or "the defaults",
@@ -136,6 +144,7 @@ def _view(found: DeviceRecording) -> DeviceView:
         peak_reserved=size(found.peak_reserved_bytes),
         unusable=size(found.at_peak.unusable_bytes),
         curve=_curve(found.curve),
+        predicted=_predicted(found, predicted),
         parts=[
             Part(name=name, meaning=meaning, num_bytes=num_bytes, text=size(num_bytes))
             for name, num_bytes, meaning in found.at_peak.parts
@@ -165,6 +174,17 @@ def _curve(curve: Sequence[tuple[int, int]]) -> RecordedCurve:
         drawn += sorted({max(places, key=lambda at: curve[at]), min(places, key=lambda at: curve[at])})
     return RecordedCurve(
         moments=drawn, allocated=[curve[at][0] for at in drawn], reserved=[curve[at][1] for at in drawn]
+    )
+
+
+def _predicted(found: DeviceRecording, curve: Sequence[int]) -> PredictedCurve:
+    """Return the predicted step at each step of the recording. The curve of a recording begins with its start."""
+    compared = compare_step(found, curve)
+    if compared is None:
+        return PredictedCurve(moments=[], allocated=[])
+    return PredictedCurve(
+        moments=[1 + step.start + at for step in compared.steps for at in compared.moments],
+        allocated=[*compared.predicted] * len(compared.steps),
     )
 
 

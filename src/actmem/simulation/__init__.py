@@ -13,7 +13,7 @@ Nothing here chooses a plan: that is `actmem.planner`.
 """
 
 from actmem.simulation.card_kernels import on_card, unknowns
-from actmem.simulation.card_usage import CardMemory, card_memory, outside_torch
+from actmem.simulation.card_usage import CardMemory, card_memory, estimates, outside_torch
 from actmem.simulation.peak_moments import NEVER, Effect, LayerFamily, Timeline
 from actmem.simulation.peaks import lowering, peak_words
 from actmem.simulation.plan_effect import decisions, follow
@@ -40,6 +40,7 @@ __all__ = [
     "cost_seconds",
     "decisions",
     "dtypes_of",
+    "estimates",
     "follow",
     "is_accelerator",
     "is_measured",

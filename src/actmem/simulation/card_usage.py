@@ -7,9 +7,9 @@ the optimizer's state, those after it find the memory that the step before has l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from actmem.allocator import Alloc, AllocatorSettings, Event, Free, SimulatedMemory
+from actmem.allocator import Alloc, AllocatorSettings, Event, Free, SimulatedMemory, find_steps, step_curve
 from actmem.allocator import simulate as run_allocator
 from actmem.devices import Device
 from actmem.log_entries import CallRan, Entry, OpRan, PhaseBegan
@@ -18,7 +18,7 @@ from actmem.profiles import Profile
 from actmem.simulation.plan_effect import follow
 from actmem.simulation.simulator import Simulated
 
-__all__ = ["NUM_STEPS", "CardMemory", "card_memory", "outside_torch", "step_changes", "training_events"]
+__all__ = ["NUM_STEPS", "CardMemory", "card_memory", "estimates", "outside_torch", "step_changes", "training_events"]
 
 NUM_STEPS = 3
 """How many steps are simulated: one from an empty allocator, and two more."""
@@ -42,6 +42,17 @@ class CardMemory:
     outside_bytes: int
     """What the driver and the process take besides."""
     whole: SimulatedMemory
+    requests: tuple[int, ...] = field(default=(), repr=False)
+    """The bytes that each of the simulated events requests; 0 where memory is freed."""
+
+    @property
+    def curve(self) -> tuple[int, ...]:
+        """Allocated bytes over a step, as `step_curve` draws them."""
+        made = [(size, told[0]) for size, told in zip(self.requests, self.whole.curve, strict=True) if size]
+        sizes, allocated = [size for size, _ in made], [after for _, after in made]
+        steps = find_steps(sizes, allocated)
+        last = slice(0, 0) if not steps else slice(steps[-1].start, steps[-1].stop)
+        return step_curve(sizes[last], allocated[last])
 
     @property
     def needed_bytes(self) -> int:
@@ -224,6 +235,20 @@ def _first(number: int, before: dict[int, int]) -> int:
     return number
 
 
+def estimates(profile: Profile) -> tuple[str, ...]:
+    """Name what is estimated of a card, where it is not simulated.
+
+    >>> estimates(Profile())
+    ()
+    >>> "estimated" in estimates(Profile(shard=8))[0]
+    True
+    """
+    if profile.shard == 1:
+        return ()
+    exact = f"fit(profile_rank(build, world={profile.shard}), ...) simulates the rank's own"
+    return (f"what the allocator adds on a rank: it is estimated, from a part of each allocation ({exact})",)
+
+
 def _lasting(changes: list[tuple[int, int] | _Mark]) -> frozenset[int]:
     """Return what a step allocates and leaves behind: gradients.
 
@@ -279,4 +304,6 @@ def card_memory(
         # from the allocations of a rank that only has its part of parameters, gradients and optimizer state.
         whole = memory.peak_requested_bytes - 2 * (device.blas_workspace_bytes or 0)
         allocated, reserved = (simulated.peak_bytes + each - whole for each in (allocated, reserved))
-    return CardMemory(allocated, max(allocated, reserved), outside_torch(device, profile.shard), memory), simulated
+    requests = tuple(event.num_bytes if isinstance(event, Alloc) else 0 for event in events)
+    outside = outside_torch(device, profile.shard)
+    return CardMemory(allocated, max(allocated, reserved), outside, memory, requests), simulated

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from actmem.allocator import AllocatorSettings
 from actmem.devices import Device
 from actmem.errors import ModeError, PlanError
 from actmem.modes import FromPlan, Mode
 from actmem.plan import Plan
 from actmem.profiles import Profile
 from actmem.simulation.card_kernels import on_card, unknowns
-from actmem.simulation.card_usage import card_memory
+from actmem.simulation.card_usage import card_memory, estimates
 from actmem.simulation.peaks import peak_words
 from actmem.simulation.plan_effect import follow
 from actmem.simulation.simulator import Simulated
@@ -72,13 +73,21 @@ class Prediction:
         return 1.0 if not self.step_seconds else (self.step_seconds + self.replay_seconds) / self.step_seconds
 
 
-def predict(profile: Profile, plan: Plan | Mode, device: Device | str | None = None) -> Prediction:
+def predict(
+    profile: Profile,
+    plan: Plan | Mode,
+    device: Device | str | None = None,
+    *,
+    allocator: str | AllocatorSettings | None = None,
+) -> Prediction:
     """Predict the peak, and the cost, of a step under a plan or a mode. Bytes are exact for what the profile saw.
 
     Args:
         profile: what the step does, as `profile` found it.
         plan: a plan for the same model, or a mode.
         device: whose speed and kernels to take: a name such as "h100-80gb", or a `Device`. Default: this machine.
+        allocator: on a card, what PYTORCH_CUDA_ALLOC_CONF will be, such as "expandable_segments:True". Default: what
+            the plan was made for, and for a mode torch's defaults.
 
     >>> import torch, actmem
     >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
@@ -89,18 +98,21 @@ def predict(profile: Profile, plan: Plan | Mode, device: Device | str | None = N
     66
     """
     plan = plan_of(profile, plan)
+    if allocator is None:
+        allocator = "" if plan.predicted is None else plan.predicted.allocator
+    settings = AllocatorSettings.of(allocator)
     known = resolved(device, dtypes_of(profile))
     profile = on_card(profile, known)
     seconds = cost_seconds(profile, known)
     if not known.has_caching_allocator:
         return replace(prediction(profile, follow(profile, plan, timeline=True), seconds), step=(profile, plan))
-    memory, simulated = card_memory(profile, plan, known)
+    memory, simulated = card_memory(profile, plan, known, settings=settings)
     return replace(
         prediction(profile, simulated, seconds),
         peak_bytes=memory.allocated_bytes,
         reserved_bytes=memory.reserved_bytes,
         outside_bytes=memory.outside_bytes,
-        assumptions=unknowns(profile),
+        assumptions=(*unknowns(profile), *estimates(profile)),
         step=(profile, plan),
     )
 

@@ -17,7 +17,8 @@ function draw(figure, device) {
     line: { width: 1.5, color, dash, shape: "hv" }, text: bytes.map((b) => `${title} ${size(b)}`), hovertemplate: "%{text}<extra></extra>" });
   const traces = [line("reserved", curve.moments, curve.reserved, css("--quiet"), "solid"),
     line("allocated", curve.moments, curve.allocated, css("--accent"), "solid")];
-  // The prediction counts operators and the recording allocations: both are drawn over the whole width.
+  if (device.predicted.moments.length) traces.push(line("predicted", device.predicted.moments, device.predicted.allocated, css("--recompute"), "dot"));
+  // This prediction counts operators and the recording allocations: both are drawn over the whole width.
   if (data.predicted.length) traces.push(line("predicted", data.predicted.map((_, at) => (at * last) / Math.max(data.predicted.length - 1, 1)), data.predicted, css("--recompute"), "dot"));
   const axis = { gridcolor: css("--grid"), linecolor: css("--line"), zeroline: false };
   Plotly.react(figure, traces, {

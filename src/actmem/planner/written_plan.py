@@ -1,0 +1,54 @@
+"""From decisions to a plan: as few rules as say the same, checked by following them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from actmem.decisions import Decision
+from actmem.plan import Plan
+from actmem.planner.rules_writer import ANY, loosened, write_rules
+from actmem.planner.solver import Keeps
+from actmem.profiles import Profile
+from actmem.settings import Offload
+from actmem.simulation import Simulated, decisions, follow, simulate
+
+__all__ = ["write_plan"]
+
+
+def write_plan(
+    profile: Profile, keeps: Keeps, target_bytes: int, mode: str, where: Offload | None
+) -> tuple[Plan, Simulated]:
+    """Write decisions as rules, few if that changes nothing; return the plan and the step that follows it."""
+    simulated = simulate(profile, keeps, exact=True)
+    written: list[tuple[Plan, Simulated]] = []
+    for wanted in (loosened(profile, keeps, simulated.replayed, simulated.held), keeps):
+        plan = Plan(
+            write_rules(profile, wanted),
+            profile.blocks,
+            profile.fingerprint,
+            mode,
+            where if any(Decision.OFFLOAD in keep for keep in wanted) else None,
+            exact=True,
+        )
+        said = decisions(profile, plan)
+        if not _is_said(profile, wanted, said):
+            continue  # calls of one block with different needs: rules are for blocks
+        found = follow(profile, plan, keeps=said)
+        written.append((plan, found))
+        # What nothing depends on may matter after all where operators write to each other's results.
+        if found.peak_bytes <= target_bytes and found.replayed == simulated.replayed:
+            break
+    if not written:
+        raise AssertionError(
+            "the rules do not say what was planned. Please report this, with the model and the budget."
+        )
+    return written[-1]
+
+
+def _is_said(profile: Profile, keeps: Sequence[Sequence[Decision | None]], said: Keeps) -> bool:
+    """Return whether the rules say what was decided, where that makes a difference."""
+    for layer, wanted, rules_say in zip(profile.layers, keeps, said, strict=True):
+        differ = [c for c, call in enumerate(layer.calls) if call.makes and wanted[c] not in (rules_say[c], ANY)]
+        if differ and not all(layer.values[v].why is not None for c in differ for v in layer.calls[c].makes):
+            return False
+    return True
