@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         VersionError,
     )
-    from actmem.expert_routing import ExpertCounts, Quantile
+    from actmem.expert_loads import ExpertCounts, Quantile
     from actmem.measuring import Measurement, measure
     from actmem.modes import (
         Budget,
@@ -135,7 +135,7 @@ __getattr__, __dir__ = on_first_use(
             "ActmemError ApplyError BudgetError DeviceError FreedStorageError ModeError OffloadError "
             "PlanError ReplayError SelfCheckError SnapshotError StructureError UnsupportedError VersionError"
         ),
-        "actmem.expert_routing": "ExpertCounts Quantile",
+        "actmem.expert_loads": "ExpertCounts Quantile",
         "actmem.measuring": "Measurement measure",
         "actmem.modes": "Budget FromPlan Full OffloadActivations Rules SaveEverything Selective Targets every_second",
         "actmem.plan": "Plan",

@@ -9,7 +9,7 @@ from typing import Any
 
 from actmem.decisions import Reason
 from actmem.errors import PlanError
-from actmem.expert_routing import ExpertLoads
+from actmem.expert_loads import ExpertLoads
 from actmem.log_entries import Entry, OperatorEntry, from_row
 from actmem.shapes import TensorShape, read_shape, shapes_as_text
 

@@ -110,6 +110,7 @@ def test_a_rank_takes_what_was_predicted_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # torch's advice about views, on real ranks too
 @pytest.mark.parametrize(
     ("makes", "world"),
     [(layouts.TWO, 2), (layouts.PIPELINES, 2), (layouts.FOUR, 4), (layouts.EIGHT, 8)],

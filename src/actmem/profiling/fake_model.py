@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from actmem.errors import UnsupportedError
-from actmem.expert_routing import Routing
+from actmem.expert_loads import Routing
 from actmem.measuring import tensors_in
 from actmem.profiling.complaints import as_plain, for_real
 from actmem.profiling.layouts import LAYOUTS

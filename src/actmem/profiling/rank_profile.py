@@ -28,7 +28,7 @@ from torch import nn
 
 from actmem.distributedcompat import as_in_training, held_messages, real_meshes, silent_group, silent_pipelines
 from actmem.errors import ModeError, UnsupportedError
-from actmem.expert_routing import Routing, check_routing
+from actmem.expert_loads import Routing, check_routing
 from actmem.profiles import Profile
 from actmem.profiling.complaints import quiet
 from actmem.profiling.fake_model import Assuming

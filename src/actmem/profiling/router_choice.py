@@ -23,7 +23,7 @@ from torch import Tensor
 
 from actmem.distributedcompat import place_in
 from actmem.errors import ModeError, UnsupportedError
-from actmem.expert_routing import ExpertCounts, ExpertLoads, Quantile, Routing
+from actmem.expert_loads import ExpertCounts, ExpertLoads, Quantile, Routing
 from actmem.torchcompat import without_fake_mode
 
 __all__ = ["EXCHANGES", "RouterChoice"]
@@ -114,8 +114,9 @@ class RouterChoice:
         elif isinstance(self.routing, Quantile) and num_ranks > 1 and here:
             counts = _hot(self.routing, rows, width, num_choices, num_ranks, range(first, first + here))
         else:
-            quantile = isinstance(self.routing, Quantile)
-            deviations = NormalDist().inv_cdf(self.routing.fraction) if quantile else _BALANCED_DEVIATIONS
+            deviations = _BALANCED_DEVIATIONS
+            if isinstance(self.routing, Quantile):
+                deviations = NormalDist().inv_cdf(self.routing.fraction)
             counts = _even(rows, width, num_choices, deviations)
         self._note([counts] * num_ranks)
         return counts
@@ -142,7 +143,8 @@ class RouterChoice:
         num_ranks = len(self._ranks)
         if num_ranks < 2 or self._num_choices % num_ranks or self._rehearses:
             return
-        rows = tuple(torch.stack(tables).sum(0).reshape(num_ranks, -1).sum(1).tolist())
+        by_rank = torch.stack(tables).sum(0).reshape(num_ranks, -1).sum(1)
+        rows = tuple(int(n) for n in by_rank)
         if self.loads is None or max(rows) > max(self.loads.rows):
             self.loads = ExpertLoads(ranks=self._ranks, rows=rows, rank=self._ranks[self._index])
 
@@ -191,7 +193,8 @@ class RouterChoice:
         num_ranks, (received, sent) = len(self._ranks), splits
         if not sent or len(set(sent)) == 1:
             return [theirs.reshape(num_ranks, -1)[self._index] for theirs in self._told(source)]
-        mine = source.split(sent)[self._index]
+        first = sum(sent[: self._index])
+        mine = source[first : first + sent[self._index]]
         if any(n != len(mine) for n in received):
             raise UnsupportedError(
                 f"ranks exchange {len(source):,} integers in unequal parts, one for each token perhaps. What the "

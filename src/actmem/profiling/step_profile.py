@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from actmem.collector import uncollected
 from actmem.engine import tensors
 from actmem.errors import ActmemError, ModeError
-from actmem.expert_routing import check_routing
+from actmem.expert_loads import check_routing
 from actmem.modes import check_optimizer
 from actmem.profiles import Profile
 from actmem.profiling.complaints import called_as, quiet, told

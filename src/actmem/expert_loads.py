@@ -148,11 +148,12 @@ _EXPECTED = "as in [[20, 12], [4, 28]]: one list for each rank, one number for e
 
 
 def _table(counts: object) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    depth, first = 0, counts
-    while isinstance(first, Sequence) and not isinstance(first, str) and first:
-        depth, first = depth + 1, cast("Sequence[object]", first)[0]
+    depth = 0
+    first: Any = counts
+    while isinstance(first, (list, tuple)) and first:
+        depth, first = depth + 1, cast("Sequence[Any]", first)[0]
     nested: Any = counts
-    if 1 <= depth <= 3 and type(first) is int:
+    if 1 <= depth <= 3 and isinstance(first, int):
         for _ in range(3 - depth):
             nested = [nested]
         try:
