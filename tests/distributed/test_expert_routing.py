@@ -34,12 +34,8 @@ def peak(routing: Any, rank: int, mode: str = "plain", make: Any = layouts.route
     return actmem.predict(found, MODES[mode], FLAT).tensor_bytes
 
 
-def test_measured_counts_predict_what_every_rank_takes(tmp_path: Path) -> None:
-    compare([layouts.routed_by_chance], 2, ("plain", "full"), tmp_path, lambda name: measured(name, tmp_path))
-
-
 @pytest.mark.slow
-def test_measured_counts_predict_every_routing_and_every_mode(tmp_path: Path) -> None:
+def test_measured_counts_predict_what_every_rank_takes_under_every_mode(tmp_path: Path) -> None:
     compare(layouts.ROUTED, 2, tuple(MODES), tmp_path, lambda name: measured(name, tmp_path))
 
 

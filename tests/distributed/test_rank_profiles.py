@@ -102,7 +102,7 @@ def compare(
     assert not wrong, "\n".join(wrong)
 
 
-QUICK = (layouts.fsdp, layouts.sequences, layouts.pipeline_interleaved_zero_bubble)
+QUICK = (layouts.fsdp, layouts.sequences, layouts.ring, layouts.pipeline_interleaved_zero_bubble)
 
 
 def test_a_rank_takes_what_was_predicted_of_it(tmp_path: Path) -> None:
