@@ -177,6 +177,64 @@ def lightning_strategy(rank: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights, managed_weights, strict=True))
 
 
+# -------------------------------------------------------------------- DeepSpeed
+
+
+def zero(rank: int, stage: int, *, whole_layers: bool = True) -> None:
+    set_up(rank)
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
+    import deepspeed
+    from deepspeed.utils import set_z3_leaf_modules
+
+    from tests.integrations.training import build_llama, train_loop
+
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+    }
+
+    def train(mode: Any) -> tuple[list[float], Any]:
+        model = build_llama()
+        applied = None if mode is None else actmem.apply(model, mode)
+        if stage == 3 and whole_layers:
+            set_z3_leaf_modules(model, [type(model.model.layers[0])])
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+
+        def step(engine: Any, batch: Any, n: int) -> Any:
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            return loss
+
+        return train_loop(engine, step, NUM_STEPS), applied
+
+    (plain, _), (managed, applied) = train(None), train(actmem.Full())
+    check(plain, managed, applied.report())
+
+
+def zero_2(rank: int) -> None:
+    zero(rank, 2)
+
+
+def zero_3(rank: int) -> None:
+    zero(rank, 3)
+
+
+def zero_3_by_module(rank: int) -> None:
+    with pytest.raises(actmem.FreedStorageError, match="Shard whole blocks"):
+        zero(rank, 3, whole_layers=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [zero_2, zero_3, zero_3_by_module])
+def test_deepspeed_shards_whole_layers_or_is_refused(case: Any, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="not installed: it compiles its own extension on first use")
+    outcomes = run([case], tmp_path)
+    assert outcomes == {case.__name__: ["", ""]}, "\n".join(outcomes[case.__name__])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [transformers_trainer, accelerate_loop, lightning_strategy])
 def test_sharded_ranks_train_as_they_do_without_and_hold_less(case: Any, tmp_path: Path) -> None:
