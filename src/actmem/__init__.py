@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         VersionError,
     )
+    from actmem.expert_loads import ExpertCounts, Quantile
     from actmem.measuring import Measurement, measure
     from actmem.modes import (
         Budget,
@@ -72,6 +73,7 @@ __all__ = [
     "Device",
     "DeviceError",
     "Diagnosis",
+    "ExpertCounts",
     "Explanation",
     "FreedStorageError",
     "FromPlan",
@@ -87,6 +89,7 @@ __all__ = [
     "PlanError",
     "Prediction",
     "Profile",
+    "Quantile",
     "ReplayError",
     "Report",
     "Rule",
@@ -132,6 +135,7 @@ __getattr__, __dir__ = on_first_use(
             "ActmemError ApplyError BudgetError DeviceError FreedStorageError ModeError OffloadError "
             "PlanError ReplayError SelfCheckError SnapshotError StructureError UnsupportedError VersionError"
         ),
+        "actmem.expert_loads": "ExpertCounts Quantile",
         "actmem.measuring": "Measurement measure",
         "actmem.modes": "Budget FromPlan Full OffloadActivations Rules SaveEverything Selective Targets every_second",
         "actmem.plan": "Plan",

@@ -10,11 +10,12 @@ from collections.abc import Generator
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from actmem.errors import UnsupportedError
 from actmem.torchcompat import without_fake_mode
 
-__all__ = ["as_in_training", "real_meshes", "silent_group", "silent_pipelines"]
+__all__ = ["as_in_training", "held_messages", "place_in", "real_meshes", "silent_group", "silent_pipelines"]
 
 _MAKES_MESHES = ("__init__", "_flatten", "_unflatten", "_concatenate", "from_group")
 
@@ -81,14 +82,14 @@ def silent_pipelines() -> Generator[None]:
     """Let pipeline schedules run although no other stage answers.
 
     Before the first step the stages vote whether to ask each other for shapes: here they do not, which takes stages
-    that were given theirs. And a send or a receive holds its tensor until it is waited for, as it does in a real group.
+    that were given theirs.
     """
     import torch.distributed.pipelining.schedules as schedules
     from torch.distributed.pipelining._utils import InferenceMode
 
     module: Any = schedules
     kind: Any = module._PipelineSchedule
-    vote, batch = kind._warmup_p2p, module._batch_p2p
+    vote = kind._warmup_p2p
 
     def no_vote(self: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:  # noqa: ARG001
         for stage in stages:
@@ -99,24 +100,44 @@ def silent_pipelines() -> Generator[None]:
                 )
             stage._inference_mode = InferenceMode.STATIC
 
-    def held(operations: list[Any], desc: str | None = None) -> list[Any]:
-        return [_Held(o.tensor) for o in operations] if batch(operations, desc) else []
-
-    kind._warmup_p2p, module._batch_p2p = no_vote, held
+    kind._warmup_p2p = no_vote
     try:
         yield
     finally:
-        kind._warmup_p2p, module._batch_p2p = vote, batch
+        kind._warmup_p2p = vote
+
+
+class held_messages(TorchFunctionMode):  # noqa: N801 - used as the functions above
+    """Let what `isend` and `irecv` return hold the tensor, as it does in a real group and does not in a silent one."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if made is not None and (func is dist.isend or func is dist.irecv):
+            return _Held(made, args, kwargs)
+        return made
 
 
 class _Held:
     """A send or receive that is over, and holds its tensor."""
 
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
+    def __init__(self, work: Any, *arguments: Any) -> None:
+        self._work, self._arguments = work, arguments
 
-    def wait(self) -> bool:
-        return True
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def place_in(group: Any) -> tuple[tuple[int, ...], int]:
+    """Return the ranks of a group as a collective names it, by their numbers in the job, and which of them this is."""
+    from torch.distributed import distributed_c10d
+
+    private: Any = distributed_c10d
+    known = private._resolve_process_group(group) if isinstance(group, str) else group
+    if not isinstance(known, dist.ProcessGroup):
+        known = cast("Any", dist.ProcessGroup).unbox(known)
+    return tuple(dist.get_process_group_ranks(known)), known.rank()
 
 
 def _never() -> bool:

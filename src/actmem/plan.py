@@ -61,7 +61,10 @@ class FitRecord:
     shard: int = 1
     """The number of ranks that parameters, gradients and optimizer state are sharded over."""
     routing: str = "none"
-    """How tokens were assumed to be spread over the experts: "balanced", "worst", "real", or "none" without routing."""
+    """How tokens were assumed to be spread over the experts: "balanced", "worst", "quantile 0.99", "measured", "real";
+    "none" without routing."""
+    experts: str = ""
+    """Of a rank that exchanges tokens with others: how many rows it receives, and which rank receives the most."""
     modules: str = ""
     """A digest of the module classes and of which parameters are trained; "" if it is not known."""
     time_limit_hit: bool = False
@@ -243,6 +246,8 @@ def _foretold(p: FitRecord) -> list[str]:
         lines[-1] += f"; routing {p.routing}"
     if p.headroom:
         lines[-1] += f"; {100 * p.headroom:g} % of the budget left free"
+    if p.experts:
+        lines.append(f"experts: {p.experts}")
     if p.compiled:
         lines.append(
             f"compiled: {p.compiled}; the bound is for plans that its partitioner can carry out, and the peak that of "

@@ -9,6 +9,7 @@ from typing import Any
 
 from actmem.decisions import Reason
 from actmem.errors import PlanError
+from actmem.expert_loads import ExpertLoads
 from actmem.log_entries import Entry, OperatorEntry, from_row
 from actmem.shapes import TensorShape, read_shape, shapes_as_text
 
@@ -178,7 +179,9 @@ class Profile:
     """Over how many ranks parameters, gradients and optimizer state are divided."""
     fake: bool = True
     routing: str = "none"
-    """How data-dependent routing was assumed: "balanced", "worst"; "real" or "none"."""
+    """How data-dependent routing was assumed: "balanced", "worst", "quantile 0.99", "measured"; "real" or "none"."""
+    expert_loads: ExpertLoads | None = None
+    """Of a rank that exchanges tokens with others: how many rows each of them receives."""
     costs: tuple[Cost, ...] = ()
     layers: tuple[Layer, ...] = ()
     log: tuple[Entry, ...] = ()
@@ -235,6 +238,8 @@ class Profile:
             for name in ("stock", "memory", "carried", "optimizer_memory"):
                 found[name] = tuple(tuple(each) for each in found[name])
             found["blocks"] = tuple(found["blocks"])
+            if loads := found.get("expert_loads"):
+                found["expert_loads"] = ExpertLoads(tuple(loads["ranks"]), tuple(loads["rows"]), loads["rank"])
             found["shapes"] = tuple(read_shape(text) for text in found["shapes"])
             found["calls"] = tuple(tuple(read_shape(text) for text in call) for call in found["calls"])
             return cls(layers=layers, costs=costs, log=log, storages=storages, **found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.distributed.dispatch import DropLess, GatheredCounts, Routed, WithCapacity, forced
+from tests.distributed.ring import Ring, ring_of_operators
+
 WIDTH, HEAD, VOCABULARY = 64, 16, 100
+Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -44,14 +49,19 @@ class Job:
     step: Callable[[], object]
 
 
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kernel: Kernel = causal) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.kernel = kernel
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.o(self.kernel(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
@@ -80,10 +90,10 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, mlp: Callable[[], nn.Module] = Mlp, dropout: float = 0.0) -> None:
+    def __init__(self, mlp: Callable[[], nn.Module] = Mlp, dropout: float = 0.0, kernel: Kernel = causal) -> None:
         super().__init__()
         self.attn_norm, self.mlp_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.self_attn, self.mlp = Attention(), mlp()
+        self.self_attn, self.mlp = Attention(kernel), mlp()
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,14 +121,32 @@ def loss_of(logits: Any, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
 
 
-def trained(model: nn.Module, *, num_parts: int = 1, clip: bool = False) -> Job:
-    """Return a job that trains on two sequences, one after the other if there are two parts."""
+def trained(
+    model: nn.Module,
+    *,
+    num_parts: int = 1,
+    clip: bool = False,
+    context: dist.ProcessGroup | None = None,
+    finish: Callable[[], None] = lambda: None,
+) -> Job:
+    """Return a job that trains on two sequences, one after the other if there are two parts.
+
+    Args:
+        model: the model.
+        num_parts: in how many microbatches.
+        clip: clip gradients.
+        context: the ranks that the sequences are spread over.
+        finish: what is done with gradients.
+    """
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.arange(2 * 32).reshape(2, 32) % VOCABULARY
+    if context is not None:
+        ids = ids.chunk(context.size(), 1)[context.rank()]
 
     def step() -> None:
         for part in ids.chunk(num_parts):
             (loss_of(model(part), part) / num_parts).backward()
+        finish()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -205,6 +233,54 @@ def experts() -> Job:
     return trained(decoder(mlp=lambda: Experts(mesh.get_group())))
 
 
+def routed(how: type[Routed], kind: str) -> Job:
+    """Return a job with four experts on all ranks, two for each token. Which ones is forced: see `dispatch.forced`."""
+    group = init_device_mesh("cpu", (dist.get_world_size(),)).get_group()
+    layers = itertools.count()
+    model = decoder(mlp=lambda: how(forced(kind, group.rank(), next(layers), 2 * 32), WIDTH, group, Mlp))
+    return trained(model)
+
+
+def routed_by_chance() -> Job:
+    return routed(DropLess, "chance")
+
+
+def routed_to_the_first() -> Job:
+    return routed(DropLess, "first")
+
+
+def routed_to_the_last() -> Job:
+    return routed(DropLess, "last")
+
+
+def routed_with_gathered_counts() -> Job:
+    return routed(GatheredCounts, "chance")
+
+
+def routed_with_capacity() -> Job:
+    return routed(WithCapacity, "chance")
+
+
+def ring() -> Job:
+    """Context parallel, with parameters sharded over the same ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    group = mesh.get_group()
+    model = decoder(kernel=lambda q, k, v: Ring.apply(q, k, v, group))
+    return trained(shard(model, mesh), context=group)
+
+
+def operator_ring() -> Job:
+    """Context parallel by operators that autograd knows, with whole parameters on each rank."""
+    group = init_device_mesh("cpu", (2,)).get_group()
+    model = decoder(kernel=lambda q, k, v: ring_of_operators(q, k, v, group))
+
+    def finish() -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=group)
+
+    return trained(model, context=group, finish=finish)
+
+
 # -------------------------------------------------------------------- jobs of four ranks
 
 
@@ -221,6 +297,14 @@ def fsdp_and_experts() -> Job:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
     model = decoder(mlp=lambda: Experts(mesh["expert"].get_group()))
     return trained(shard(model, mesh["shard"]))
+
+
+def fsdp_and_ring() -> Job:
+    """Two rings of two ranks; parameters are sharded over all four."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "context"))
+    group = mesh["context"].get_group()
+    model = decoder(kernel=lambda q, k, v: Ring.apply(q, k, v, group))
+    return trained(shard(model, mesh["shard", "context"]._flatten("both")), context=group)
 
 
 # -------------------------------------------------------------------- pipelines
@@ -356,7 +440,8 @@ PIPELINES = (
 )
 TWO = (
     *(fsdp, fsdp_that_stays_gathered, fsdp_in_half_precision, fsdp_in_nested_units, fsdp_with_dropout),
-    *(tensors, sequences, experts),
+    *(tensors, sequences, experts, ring, operator_ring),
 )
-FOUR = (hybrid, fsdp_and_tensors, fsdp_and_experts, pipeline_of_shards)
+ROUTED = (routed_by_chance, routed_to_the_first, routed_to_the_last, routed_with_gathered_counts)
+FOUR = (hybrid, fsdp_and_tensors, fsdp_and_experts, fsdp_and_ring, pipeline_of_shards)
 EIGHT = (pipeline_of_shards_and_tensors,)

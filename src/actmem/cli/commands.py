@@ -17,6 +17,7 @@ __all__ = [
     "Devices",
     "Doctor",
     "Explain",
+    "Export",
     "Fit",
     "Largest",
     "Loading",
@@ -156,6 +157,27 @@ class Verify(_UnderMode):
 
 
 @dataclass(frozen=True)
+class Export(_UnderMode):
+    """Write a plan as the nearest settings of another system, with what they take there and what is lost."""
+
+    _: KW_ONLY
+    to: Literal["torchtitan", "megatron", "transformers", "deepspeed", "nemo", "axolotl"]
+    """System to write settings for."""
+    out: _File = None
+    """Write the settings to this file. Default: only print them."""
+    device: _Text = None
+    """A name from `actmem devices`, such as h100-80gb, or `this` for this machine. Default: its accelerator, if any."""
+    optimizer: Optimizer = "adamw"
+    """Optimizer whose state and step are counted."""
+    optimizer_dtype: _Dtype = None
+    """Dtype of the optimizer state. Default: that of the parameters."""
+    microbatches: int = 1
+    """Number of batches over which gradients are accumulated."""
+    shard: int = 1
+    """Ranks over which FSDP2 divides parameters, gradients and optimizer state."""
+
+
+@dataclass(frozen=True)
 class Largest(Planning):
     """Find the longest sequence or the largest batch that fits a budget."""
 
@@ -259,7 +281,9 @@ class Schema(Common):
     """A command, or `error` for the output of a command that fails."""
 
 
-Command = Fit | Show | Measure | Verify | Largest | Doctor | Explain | Snapshot | Record | Devices | Demo | Schema
+Command = (
+    Fit | Show | Measure | Verify | Largest | Export | Doctor | Explain | Snapshot | Record | Devices | Demo | Schema
+)
 
 COMMANDS: dict[str, type[Command]] = {
     "fit": Fit,
@@ -267,6 +291,7 @@ COMMANDS: dict[str, type[Command]] = {
     "measure": Measure,
     "verify": Verify,
     "largest": Largest,
+    "export": Export,
     "doctor": Doctor,
     "explain": Explain,
     "snapshot": Snapshot,

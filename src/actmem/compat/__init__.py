@@ -5,6 +5,7 @@
 - `nemo.py`: selective, full and sub-module checkpointing of layer lists, as in NeMo Automodel.
 - `axolotl.py`: activation offloading, as in axolotl and TRL.
 - `configs.py`: reads their configuration files and translates them.
+- `exports.py`: writes a plan as the nearest settings of such a system, and of others.
 - `_translation.py`: what they share.
 
 These files only translate: every function ends in `actmem.apply`. Where the original returns nothing, these functions

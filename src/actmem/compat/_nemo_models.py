@@ -81,6 +81,16 @@ def _replace_child_module(root: nn.Module, target: nn.Module, replacement: nn.Mo
     return False
 
 
+def named_parts(modules: Iterable[str]) -> list[str]:
+    """Return what `parts_mode` would recompute in a layer with modules of these paths.
+
+    >>> named_parts(["self_attn", "self_attn.q_proj", "mlp", "input_layernorm"])
+    ['mlp', 'self_attn', 'input_layernorm']
+    """
+    names = set(modules)
+    return [found for row in _PARTS if (found := next((name for name in row if name in names), None))]
+
+
 def parts_mode(layer: nn.Module) -> Rules | None:
     """Return the mode that recomputes the `_PARTS` of a layer; None if it has none of them."""
     path_of = {id(module): path for path, module in named_modules(layer)}

@@ -462,6 +462,7 @@ def _predicted(
         microbatches=p.microbatches,
         shard=p.shard,
         routing=p.routing,
+        experts="" if p.expert_loads is None else str(p.expert_loads),
         modules=p.modules,
         time_limit_hit=s.time_limit_hit,
     )

@@ -17,7 +17,6 @@ original.
 from __future__ import annotations
 
 import copy
-import math
 import types
 from collections.abc import Sequence
 from functools import partial
@@ -27,9 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from actmem.errors import UnsupportedError
+from actmem.expert_loads import Routing
 from actmem.measuring import tensors_in
 from actmem.profiling.complaints import as_plain, for_real
 from actmem.profiling.layouts import LAYOUTS
+from actmem.profiling.router_choice import EXCHANGES, RouterChoice
 from actmem.torchcompat import FakeTensor, TorchDispatchMode, has_storage, never_compile, without_fake_mode
 
 __all__ = ["Assuming", "StandIns", "fake_batch", "fake_copy", "rebind", "refuse_recurrent"]
@@ -162,11 +163,14 @@ class Assuming(TorchDispatchMode):
     only_watches = True
     """See NOTE [ in place unless watched ]."""
 
-    def __init__(self, routing: str) -> None:
+    def __init__(self, routing: Routing) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch leaves it untyped
-        self.routing = routing
-        self.assumed = False
-        """A choice had to be assumed."""
+        self.router = RouterChoice(routing)
+
+    @property
+    def routing(self) -> str:
+        """What was assumed of routers; "none" if nothing had to be."""
+        return self.router.words if self.router.assumed else "none"
 
     @never_compile
     def __torch_dispatch__(
@@ -178,10 +182,10 @@ class Assuming(TorchDispatchMode):
         if not any(isinstance(t, FakeTensor) for t in given):
             return self._real(func, name, args, kwargs, given)
         if name in _FINITE:
-            return _FINITE[name](self.routing, func, args, kwargs)
+            return _FINITE[name](self.router, func, args, kwargs)
         if name in _CHOICES:
-            self.assumed = True
-            return _CHOICES[name](self.routing, func, args, kwargs)
+            self.router.assumed = True
+            return _CHOICES[name](self.router, func, args, kwargs)
         if name in LAYOUTS:
             return LAYOUTS[name](func, args, kwargs)
         try:
@@ -197,15 +201,19 @@ class Assuming(TorchDispatchMode):
     def _real(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
         """Run an operator with only real inputs: for real, if it returns integers."""
         whole = all(not t.is_floating_point() and t.numel() <= _MOST_REAL for t in given)
-        if given and whole and (name in _LOOKS or func._schema.is_mutable):
+        if given and whole and (name in _LOOKS or name in EXCHANGES or func._schema.is_mutable):
             with without_fake_mode():
-                return func(*args, **kwargs)
+                made = func(*args, **kwargs)
+                self.router.answer(name, args, made)
+                return made
         seen = func(*args, **kwargs)
         made = list(tensors_in(seen))
         if not made or any(t.is_floating_point() or t.is_complex() or t.numel() > _MOST_REAL for t in made):
             return seen
         with without_fake_mode():
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            self.router.answer(name, args, made)
+            return made
 
 
 _LOOKS = frozenset(
@@ -226,51 +234,29 @@ _LOOKS = frozenset(
 """Operators whose result, or its shape, depends on the numbers in a tensor."""
 
 
-def _top(routing: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _top(router: RouterChoice, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     values, indices = func(*args, **kwargs)
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-    return values, _spread(indices, args[0].shape[dim], routing)
+    return values, router.choose(indices, args[0].shape[dim])
 
 
-def _sorted(_: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _sorted(_: RouterChoice, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     found = func(*args, **kwargs)
     if isinstance(found, Tensor):
         return _identity(found)
     return (*found[:-1], _identity(found[-1]))
 
 
-def _best(_: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _best(_: RouterChoice, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     found = func(*args, **kwargs)
     if isinstance(found, Tensor):
         return _zeros(found)
     return (found[0], _zeros(found[1]))
 
 
-def _none(_: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _none(_: RouterChoice, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Numbers are finite."""
     return _zeros(func(*args, **kwargs))
-
-
-def _spread(like: Tensor, num_choices: int, routing: str) -> Tensor:
-    """Choose among `num_choices` for each row of the last dimension."""
-    with without_fake_mode():
-        width = like.shape[-1] if like.dim() else 1
-        if not like.numel() or num_choices < 2:
-            return torch.zeros(like.shape, dtype=torch.int64)
-        if routing == "worst":
-            return (torch.arange(like.numel()) % width).reshape(like.shape)
-        rows = like.numel() // width
-        mean = like.numel() / num_choices
-        shape = torch.linspace(-1, 1, num_choices, dtype=torch.float64).abs()
-        shape -= shape.mean()
-        most, least = float(shape.max()), -float(shape.min())
-        deviation = 3 * math.sqrt(mean * (1 - width / num_choices))
-        scale = min(deviation / most, mean / least, (rows - mean) / most) if most > 1e-9 else 0.0
-        loads = mean + scale * shape
-        ends = loads.cumsum(0).round().to(torch.int64)
-        ends[-1] = like.numel()
-        chosen = torch.arange(num_choices).repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
-        return chosen.reshape(width, rows).t().reshape(like.shape)  # no row chooses one twice: no load is above rows
 
 
 def _identity(like: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def _faked(loop: _Loop, found: Sequence[Block], device: torch.device, mode: Any,
             raise
         except Exception as error:  # noqa: BLE001  # re-raise whatever the loop raises, without frames of fake tensors
             raise told(error, loop.shapes) from error.__cause__
-    return replace(seen, routing=routing if assuming.assumed else "none")
+    return replace(seen, routing=assuming.routing)
 
 
 class _Loop:

@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from actmem.distributedcompat import as_in_training, real_meshes, silent_group, silent_pipelines
+from actmem.distributedcompat import as_in_training, held_messages, real_meshes, silent_group, silent_pipelines
 from actmem.errors import ModeError, UnsupportedError
+from actmem.expert_loads import Routing, check_routing
 from actmem.profiles import Profile
 from actmem.profiling.autocast_lists import profiled_autocast
 from actmem.profiling.complaints import quiet
@@ -49,7 +50,7 @@ def profile_rank(
     rank: int = 0,
     blocks: str | Sequence[str] | None = None,
     scope: Sequence[str] | None = None,
-    routing: str = "balanced",
+    routing: Routing = "balanced",
 ) -> Profile:
     """Find out what one rank of a parallel job does in a training step, without the other ranks.
 
@@ -66,7 +67,8 @@ def profile_rank(
         rank: which of them to be.
         blocks: where the blocks are, as for `apply`.
         scope: the towers whose blocks to use, as for `apply`.
-        routing: what to assume of routers: "balanced" or "worst".
+        routing: what to assume of routers: "balanced"; "worst", where all tokens of all ranks go to this one, as far as
+            they can; `Quantile(0.99)`; or measured counts, `ExpertCounts`.
 
     Returns:
         The profile, for `predict`, `frontier` and `fit`.
@@ -101,6 +103,7 @@ def profile_rank(
         stack.enter_context(real_meshes())
         stack.enter_context(as_in_training())
         stack.enter_context(silent_pipelines())
+        stack.enter_context(held_messages())
         stack.enter_context(quiet())
         stack.enter_context(mode)
         stack.enter_context(assuming := Assuming(routing))
@@ -114,11 +117,15 @@ def profile_rank(
             "blocks": tuple(b.path for b in found),
             "fake": True,
         }
+
+        if routing != "balanced":
+            with assuming.router.rehearsal():
+                step()
         seen = profile_made(model, found, torch.device("cpu"), step, mode, **facts)
-    return replace(seen, routing=routing if assuming.assumed else "none")
+    return replace(seen, routing=assuming.routing, expert_loads=assuming.router.loads)
 
 
-def _check(build: object, world: object, rank: object, routing: str) -> None:
+def _check(build: object, world: object, rank: object, routing: object) -> None:
     if not callable(build):
         raise ModeError(
             f"build = {build!r} is not a function. Expected one without arguments that makes the model, parallelizes "
@@ -128,8 +135,7 @@ def _check(build: object, world: object, rank: object, routing: str) -> None:
         raise ModeError(f"world = {world!r} is not permitted. Expected the number of ranks, 1 or more.")
     if type(rank) is not int or not 0 <= rank < world:
         raise ModeError(f"rank = {rank!r} is not permitted. Expected a rank from 0 to {world - 1}.")
-    if routing not in ("balanced", "worst"):
-        raise ModeError(f"routing = {routing!r} is not known. Expected 'balanced' or 'worst'.")
+    check_routing(routing, by_rank=True)
     if not dist.is_available():
         raise UnsupportedError("this torch was built without torch.distributed, which a parallel job needs.")
     if dist.is_initialized():

@@ -16,6 +16,7 @@ from actmem.devices import Device
 from actmem.devices import device as find_device
 from actmem.engine import tensors
 from actmem.errors import ActmemError, ModeError
+from actmem.expert_loads import check_routing
 from actmem.modes import check_optimizer
 from actmem.profiles import Profile
 from actmem.profiling.autocast_lists import for_card, profiled_autocast
@@ -179,8 +180,7 @@ def _check(
             "and nothing is held for a backward pass. Unfreeze what should be trained first, such as "
             "model.requires_grad_(True)."
         )
-    if routing not in ("balanced", "worst"):
-        raise ModeError(f"routing = {routing!r} is not known. Expected 'balanced' or 'worst'.")
+    check_routing(routing)
     if not fake and any(p.is_meta for p in model.parameters()):
         raise ModeError(
             "fake = False runs a real step, but the model is on the meta device, where it has no numbers. Build it on "
@@ -290,7 +290,7 @@ def _seen(
                 if isinstance(error, ActmemError):
                     raise
                 raise told(error, facts["shapes"]) from error.__cause__
-            seen = step.profile(**{**facts, "routing": routing if assuming.assumed else "none"})
+            seen = step.profile(**{**facts, "routing": assuming.routing})
             if seen is not None:
                 return seen, step.unused
     raise AssertionError("a step without skipped blocks has a profile")
