@@ -5,6 +5,7 @@ from actmem.planner.budget_fit import Allowance, allowance, fit, fit_profile, fi
 from actmem.planner.budget_guard import Guard
 from actmem.planner.compiled_fit import compilation, fit_ladder, make_ladder
 from actmem.planner.cost_frontier import NAMED, Frontier, Point, frontier
+from actmem.planner.job_fit import fit_job, job_seconds
 from actmem.planner.named_modes import named_keeps
 from actmem.planner.rules_writer import slices
 
@@ -19,10 +20,12 @@ __all__ = [
     "check_sizes",
     "compilation",
     "fit",
+    "fit_job",
     "fit_ladder",
     "fit_profile",
     "fit_profiles",
     "frontier",
+    "job_seconds",
     "largest",
     "make_ladder",
     "named_keeps",

@@ -28,11 +28,12 @@ from torch import nn
 
 from actmem.distributedcompat import as_in_training, real_meshes, silent_group, silent_pipelines
 from actmem.errors import ModeError, UnsupportedError
-from actmem.profiles import Profile
+from actmem.profiles import Place, Profile
 from actmem.profiling.complaints import quiet
 from actmem.profiling.fake_model import Assuming
 from actmem.profiling.loops import profile_made
 from actmem.profiling.numbers import Numbers
+from actmem.profiling.pipeline_actions import PipelineActions
 from actmem.structure import check_module, condition_digest, find_blocks, fingerprint
 from actmem.torchcompat import FakeTensorMode
 
@@ -99,7 +100,7 @@ def profile_rank(
         stack.enter_context(silent_group(world, rank))
         stack.enter_context(real_meshes())
         stack.enter_context(as_in_training())
-        stack.enter_context(silent_pipelines())
+        stack.enter_context(silent_pipelines(pipeline := PipelineActions()))
         stack.enter_context(quiet())
         stack.enter_context(mode)
         stack.enter_context(assuming := Assuming(routing))
@@ -112,8 +113,9 @@ def profile_rank(
             "blocks": tuple(b.path for b in found),
             "fake": True,
         }
-        seen = profile_made(model, found, torch.device("cpu"), step, mode, **facts)
-    return replace(seen, routing=routing if assuming.assumed else "none")
+        seen = profile_made(model, found, torch.device("cpu"), step, mode, pipeline=pipeline, **facts)
+    place = Place(world, rank, pipeline.ranks, pipeline.num_stages)
+    return replace(seen, routing=routing if assuming.assumed else "none", place=place)
 
 
 def _check(build: object, world: object, rank: object, routing: str) -> None:

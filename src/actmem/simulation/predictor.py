@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from actmem.devices import Device
 from actmem.errors import ModeError, PlanError
@@ -72,13 +73,20 @@ class Prediction:
         return 1.0 if not self.step_seconds else (self.step_seconds + self.replay_seconds) / self.step_seconds
 
 
-def predict(profile: Profile, plan: Plan | Mode, device: Device | str | None = None) -> Prediction:
+def predict(
+    profile: Profile,
+    plan: Plan | Mode,
+    device: Device | str | None = None,
+    *,
+    collectives: Literal["save", "recompute"] | None = None,
+) -> Prediction:
     """Predict the peak, and the cost, of a step under a plan or a mode. Bytes are exact for what the profile saw.
 
     Args:
         profile: what the step does, as `profile` found it.
         plan: a plan for the same model, or a mode.
         device: whose speed and kernels to take: a name such as "h100-80gb", or a `Device`. Default: this machine.
+        collectives: as for `apply`. Default: what the plan says; "save" for a mode.
 
     >>> import torch, actmem
     >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
@@ -89,6 +97,8 @@ def predict(profile: Profile, plan: Plan | Mode, device: Device | str | None = N
     66
     """
     plan = plan_of(profile, plan)
+    if collectives is not None:
+        plan = replace(plan, collectives=collectives)
     known = resolved(device, dtypes_of(profile))
     profile = on_card(profile, known)
     seconds = cost_seconds(profile, known)
