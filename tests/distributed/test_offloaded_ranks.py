@@ -73,7 +73,7 @@ def compare(makes: Sequence[Make], folder: Path) -> None:
                 assert real[mode]["bytes"] <= predicted + 64, f"{said}: measured {real[mode]['bytes']} > {predicted}"
                 assert real[mode]["parameters"] == real["plain"]["parameters"], f"{said}: trained otherwise than plain"
                 assert mode == "plain" or real[mode]["sent"] > 0, f"{said}: nothing was offloaded"
-            assert real["everything"]["bytes"] < real["plain"]["bytes"]
+            assert real["everything"]["bytes"] <= real["plain"]["bytes"]
 
 
 def test_what_a_sharded_rank_or_a_stage_offloads_comes_back_bit_for_bit_and_within_the_bound(tmp_path: Path) -> None:

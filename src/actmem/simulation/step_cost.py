@@ -43,7 +43,7 @@ def _seconds(cost: Cost, device: Device) -> float:
 
 
 _WAITED_FOR = "_c10d_functional."
-"""Collectives whose result the next operator reads, as in tensor parallel. What FSDP2 gathers ahead overlaps with it."""
+"""Collectives whose result the next operator reads, as in tensor parallel. FSDP2 gathers ahead of its use."""
 
 
 def link_seconds(num_bytes: int, reach: int, device: Device) -> float:
