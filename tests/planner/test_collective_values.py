@@ -114,24 +114,28 @@ def joined(rate: float) -> actmem.Device:
     return replace(FLAT, fabric=Fabric("test", NUM_RANKS, rate, rate))
 
 
+def planned(profile: actmem.Profile, budget: int, device: actmem.Device) -> actmem.Plan:
+    return actmem.fit_job([profile], budget=budget, device=device).for_rank(0)
+
+
 def test_a_fast_link_communicates_again_and_a_slow_one_holds(found: actmem.Profile) -> None:
     most, least = (actmem.predict(found, mode, FLAT).tensor_bytes for mode in (actmem.SaveEverything(), actmem.Full()))
     budget = (most + least) // 2
-    fast, slow = (actmem.fit(found, budget=budget, device=joined(rate)) for rate in (1e15, 1e3))
+    fast, slow = (planned(found, budget, joined(rate)) for rate in (1e15, 1e3))
     assert fast.predicted is not None
     assert slow.predicted is not None
     assert GATHER in replayed(found, fast)
     assert GATHER not in replayed(found, slow)
     assert actmem.Plan.from_json(fast.to_json()) == fast
     assert max(fast.predicted.peak_bytes, slow.predicted.peak_bytes) <= budget
-    alone = actmem.fit(found, budget=budget, device=replace(FLAT, fabric=None))
-    assert alone.collectives == "save"
+    assert planned(found, budget, replace(FLAT, fabric=None)).collectives == "save"
+    assert actmem.fit(found, budget=budget, device=joined(1e15)).collectives == "save"  # of one rank alone
 
 
 @pytest.mark.usefixtures("group")
 def test_a_budget_that_only_communicating_again_can_meet_is_kept(found: actmem.Profile) -> None:
     held = actmem.predict(found, actmem.Full(), FLAT).tensor_bytes
-    plan = actmem.fit(found, budget=held - 4096, device=FLAT)
+    plan = planned(found, held - 4096, FLAT)
     assert plan.collectives == "recompute"
     model, step = build()
     actmem.apply(model, plan)

@@ -20,7 +20,7 @@ from actmem.planner.compiled_fit import check_compiled, compilation, fit_ladder,
 from actmem.planner.named_modes import named_keeps, named_steps
 from actmem.planner.rules_writer import ANY, loosened, write_rules
 from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, solve
-from actmem.profiles import Profile, with_collectives
+from actmem.profiles import Profile
 from actmem.profiling import called_as, check_step, profiles
 from actmem.settings import STORES, Compiled, Offload
 from actmem.simulation import (
@@ -31,7 +31,6 @@ from actmem.simulation import (
     follow,
     is_accelerator,
     lowering,
-    may_communicate,
     on_card,
     outside_torch,
     peak_words,
@@ -264,7 +263,6 @@ def fit_profile(
         time_limit: seconds after which the solver is stopped.
         named: what `named_keeps` returned for the profile, if several budgets are tried on it.
     """
-    profiles = [with_collectives(p, again=may_communicate(p, known)) for p in profiles]
     chief = profiles[0]
     if len(profiles) > 1:
         chief = max(profiles, key=lambda p: simulate(p, _everything(p), exact=True).peak_bytes)

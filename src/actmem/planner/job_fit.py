@@ -13,7 +13,7 @@ from actmem.job_plan import JobPlan, JobRecord, RankPlan
 from actmem.plan import Plan
 from actmem.planner.budget_fit import Allowance, allowance, fit_profiles
 from actmem.planner.solver import TIME_LIMIT
-from actmem.profiles import Place, Profile
+from actmem.profiles import Place, Profile, with_collectives
 from actmem.profiling import profile_rank
 from actmem.settings import Offload
 from actmem.simulation import (
@@ -25,6 +25,7 @@ from actmem.simulation import (
     in_flight,
     least_seconds,
     link_seconds,
+    may_communicate,
     on_card,
     resolved,
     step_seconds,
@@ -54,7 +55,8 @@ def fit_job(
 
     The stages of a pipeline have plans of their own: the first of them often hold more microbatches than the last, and
     those with room to spare recompute less. Ranks that run the same stages have the same plan, as ranks that
-    communicate inside the blocks must; without a pipeline there is one plan for all ranks. The time of the step is that
+    communicate inside the blocks must; without a pipeline there is one plan for all ranks. Where the speed of the link
+    is known, a plan may communicate again what it does not hold (`Plan.collectives`). The time of the step is that
     of the schedule as torch runs it: what each rank does, and what it waits for.
 
     Args:
@@ -100,7 +102,8 @@ def fit_job(
     _check(profiles)
     known = resolved(device, frozenset[str]().union(*map(dtypes_of, profiles)))
     allowed = allowance(budget, known, headroom)
-    profiles = [on_card(p, known) for p in profiles]
+    # Ranks that communicate with each other inside the blocks have one plan, so that it may say to do so again.
+    profiles = [with_collectives(on_card(p, known), again=may_communicate(p, known)) for p in profiles]
     groups: dict[tuple[int, ...], list[Profile]] = {}
     for p in profiles:
         groups.setdefault(p.stages, []).append(p)
