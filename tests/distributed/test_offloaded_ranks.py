@@ -76,6 +76,7 @@ def compare(makes: Sequence[Make], folder: Path) -> None:
             assert real["everything"]["bytes"] <= real["plain"]["bytes"]
 
 
+@pytest.mark.slow
 def test_what_a_sharded_rank_or_a_stage_offloads_comes_back_bit_for_bit_and_within_the_bound(tmp_path: Path) -> None:
     compare((layouts.fsdp, layouts.pipeline_1f1b), tmp_path)
 
