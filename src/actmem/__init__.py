@@ -38,6 +38,8 @@ if TYPE_CHECKING:
         VersionError,
     )
     from actmem.expert_loads import ExpertCounts, Quantile
+    from actmem.job_plan import JobPlan
+    from actmem.layout import Layout
     from actmem.measuring import Measurement, measure
     from actmem.modes import (
         Budget,
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
         every_second,
     )
     from actmem.plan import Plan
-    from actmem.planner import Frontier, Largest, fit, frontier, largest
+    from actmem.planner import Frontier, Largest, fit, fit_job, frontier, largest
     from actmem.profiles import Profile
     from actmem.profiling import profile, profile_rank
     from actmem.reporting import Report, Trace
@@ -79,7 +81,9 @@ __all__ = [
     "FromPlan",
     "Frontier",
     "Full",
+    "JobPlan",
     "Largest",
+    "Layout",
     "Measurement",
     "ModeError",
     "Offload",
@@ -110,6 +114,7 @@ __all__ = [
     "every_second",
     "explain",
     "fit",
+    "fit_job",
     "frontier",
     "known_devices",
     "largest",
@@ -136,10 +141,12 @@ __getattr__, __dir__ = on_first_use(
             "PlanError ReplayError SelfCheckError SnapshotError StructureError UnsupportedError VersionError"
         ),
         "actmem.expert_loads": "ExpertCounts Quantile",
+        "actmem.job_plan": "JobPlan",
+        "actmem.layout": "Layout",
         "actmem.measuring": "Measurement measure",
         "actmem.modes": "Budget FromPlan Full OffloadActivations Rules SaveEverything Selective Targets every_second",
         "actmem.plan": "Plan",
-        "actmem.planner": "Frontier Largest fit frontier largest",
+        "actmem.planner": "Frontier Largest fit fit_job frontier largest",
         "actmem.profiles": "Profile",
         "actmem.profiling": "profile profile_rank",
         "actmem.reporting": "Report Trace",

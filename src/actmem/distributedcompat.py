@@ -6,8 +6,8 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Generator
-from typing import Any, cast
+from collections.abc import Callable, Generator
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
@@ -15,7 +15,16 @@ from torch.overrides import TorchFunctionMode
 from actmem.errors import UnsupportedError
 from actmem.torchcompat import without_fake_mode
 
-__all__ = ["as_in_training", "held_messages", "place_in", "real_meshes", "silent_group", "silent_pipelines"]
+__all__ = [
+    "PipelineWatcher",
+    "as_in_training",
+    "held_messages",
+    "link_traffic",
+    "place_in",
+    "real_meshes",
+    "silent_group",
+    "silent_pipelines",
+]
 
 _MAKES_MESHES = ("__init__", "_flatten", "_unflatten", "_concatenate", "from_group")
 
@@ -77,9 +86,81 @@ def as_in_training() -> Generator[None]:
             setattr(module, name, plain)
 
 
+_PARTS = {
+    "all_gather_into_tensor": (0, 1),
+    "_allgather_base_": (0, 1),
+    "reduce_scatter_tensor": (1, 0),
+    "_reduce_scatter_base_": (1, 0),
+    "all_reduce": (2, 0),
+    "allreduce_": (2, 0),
+    "all_to_all_single": (1, 0),
+    "alltoall_base_": (1, 0),
+}
+"""For each collective, how often what it is given, and what it returns, passes the link of a rank in one direction:
+on a ring of n ranks, all but an n-th part of it."""
+
+
+def link_traffic(name: str, args: tuple[Any, ...], given_bytes: int, made_bytes: int) -> tuple[int, int]:
+    """Return the bytes that a collective sends over a rank's link, and how far apart the ranks of its group are.
+
+    Args:
+        name: the operator, such as `_c10d_functional.all_reduce.default`.
+        args: what it is given.
+        given_bytes: bytes of the tensor that each rank gives.
+        made_bytes: bytes of what it gets.
+
+    Returns:
+        Both are 0 for any other operator. Ranks 8 to 15 are 8 apart, counted from the first to the last.
+    """
+    namespace, _, base = name.rpartition(".")[0].partition(".")
+    if namespace not in ("_c10d_functional", "c10d") or base not in _PARTS:
+        return 0, 0
+    group = next((found for arg in args if (found := _group(arg)) is not None), None)
+    if group is None:
+        return 0, 0
+    ranks = dist.get_process_group_ranks(group)
+    given, made = _PARTS[base]
+    passed = given * given_bytes + made * made_bytes
+    return passed * (len(ranks) - 1) // len(ranks), max(ranks) - min(ranks) + 1
+
+
+def _group(arg: object) -> Any:
+    """Return the process group that an argument of a collective stands for, if it does."""
+    if isinstance(arg, dist.ProcessGroup):
+        return arg
+    try:
+        if isinstance(arg, str):
+            return cast("Any", dist.distributed_c10d)._resolve_process_group(arg)
+        if type(arg).__name__ == "ScriptObject":
+            return cast("Any", dist.ProcessGroup).unbox(arg)
+    except (RuntimeError, TypeError, ValueError):  # the name of a reduction, or another object
+        return None
+    return None
+
+
+class PipelineWatcher(Protocol):
+    """Whoever is told what the schedule of a pipeline does."""
+
+    def met(self, ranks: tuple[int, ...], num_stages: int) -> None:
+        """Note the ranks of the pipeline, and how many stages it has."""
+        ...
+
+    def began(self, kind: str, stage: int, microbatch: int) -> None:
+        """Note that something is done with a microbatch. What: see `profiles.Action`."""
+        ...
+
+    def ended(self) -> None:
+        """Note that it is done."""
+        ...
+
+    def sent(self, kind: str, stage: int, microbatch: int, num_bytes: int) -> None:
+        """Note that the result of a "forward" or a "backward" goes to another rank."""
+        ...
+
+
 @contextlib.contextmanager
-def silent_pipelines() -> Generator[None]:
-    """Let pipeline schedules run although no other stage answers.
+def silent_pipelines(watcher: PipelineWatcher) -> Generator[None]:
+    """Let pipeline schedules run although no other stage answers, and tell what they do.
 
     Before the first step the stages vote whether to ask each other for shapes: here they do not, which takes stages
     that were given theirs.
@@ -99,10 +180,13 @@ def silent_pipelines() -> Generator[None]:
                     "tensors, and there are none. Name them: PipelineStage(..., input_args=..., output_args=...)."
                 )
             stage._inference_mode = InferenceMode.STATIC
+            group = stage.group or dist.group.WORLD
+            watcher.met(tuple(dist.get_process_group_ranks(group)), stage.num_stages)
 
     kind._warmup_p2p = no_vote
     try:
-        yield
+        with _watched_stages(watcher):
+            yield
     finally:
         kind._warmup_p2p = vote
 
@@ -117,6 +201,53 @@ class held_messages(TorchFunctionMode):  # noqa: N801 - used as the functions ab
         if made is not None and (func is dist.isend or func is dist.irecv):
             return _Held(made, args, kwargs)
         return made
+
+
+@contextlib.contextmanager
+def _watched_stages(watcher: PipelineWatcher) -> Generator[None]:
+    """Tell what the stages of a pipeline do."""
+    import torch.distributed.pipelining.stage as stages
+
+    kind: Any = cast("Any", stages)._PipelineStageBase
+
+    def noting(plain: Any, name_of: Callable[[dict[str, Any]], str]) -> Any:
+        @functools.wraps(plain)
+        def run(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+            watcher.began(name_of(kwargs), stage.stage_index, chunk)
+            try:
+                return plain(stage, chunk, *args, **kwargs)
+            finally:
+                watcher.ended()
+
+        return run
+
+    def sending(plain: Any, name: str) -> Any:
+        @functools.wraps(plain)
+        def run(stage: Any, chunk: int) -> Any:
+            found = plain(stage, chunk)
+            watcher.sent(name, stage.stage_index, chunk, sum(operation.tensor.nbytes for operation in found))
+            return found
+
+        return run
+
+    def backward(kwargs: dict[str, Any]) -> str:
+        return "backward" if kwargs.get("full_backward", True) else "input"
+
+    changed: dict[str, Callable[[Any], Any]] = {
+        "forward_one_chunk": lambda plain: noting(plain, lambda _: "forward"),
+        "backward_one_chunk": lambda plain: noting(plain, backward),
+        "backward_weight_one_chunk": lambda plain: noting(plain, lambda _: "weight"),
+        "get_fwd_send_ops": lambda plain: sending(plain, "forward"),
+        "get_bwd_send_ops": lambda plain: sending(plain, "backward"),
+    }
+    before = {name: getattr(kind, name) for name in changed}
+    for name, plain in before.items():
+        setattr(kind, name, changed[name](plain))
+    try:
+        yield
+    finally:
+        for name, plain in before.items():
+            setattr(kind, name, plain)
 
 
 class _Held:

@@ -3,16 +3,15 @@
 import json
 import os
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from actmem.decision_rules import Rule, check_rules, unknown_decision
 from actmem.decisions import Decision
 from actmem.errors import ModeError, PlanError
 from actmem.ops import did_you_mean
+from actmem.plan_files import parsed, read_text, write_text
 from actmem.settings import STRICT, Offload
 from actmem.shapes import TensorShape, shapes_as_text
 
@@ -117,6 +116,9 @@ class Plan:
     """Where and how to offload, if a rule offloads."""
     exact: bool = False
     """Hold exactly what the rules save, even where a value computed from it is smaller. The planner sets this."""
+    collectives: Literal["save", "recompute"] = "save"
+    """Whether the rules decide over what was gathered or reduced too: `recompute` communicates again where they say so,
+    on every rank alike. Otherwise it is held, as for `apply`."""
     predicted: FitRecord | None = None
     """The planner's prediction, if the planner made the plan."""
     version: int = PLAN_VERSION
@@ -132,6 +134,8 @@ class Plan:
             raise ModeError(
                 f"offload = {self.offload!r} is not an Offload. Write Offload(to='host') or Offload(to='disk')."
             )
+        if self.collectives not in ("save", "recompute"):
+            raise ModeError(f"collectives = {self.collectives!r} is not known. Expected 'save' or 'recompute'.")
         if type(self.version) is not int or self.version != PLAN_VERSION:
             raise ModeError(f"version = {self.version!r} is not known. Expected {PLAN_VERSION}.")
 
@@ -145,6 +149,8 @@ class Plan:
         ]
         if self.offload is not None:
             lines.append(f"offloading: {self.offload!r}")
+        if self.collectives == "recompute":
+            lines.append("collectives: run again where the rules recompute, on every rank of a group alike")
         if self.predicted is not None:
             lines += _foretold(self.predicted)
             if [rule.decision for rule in self.rules] == [Decision.SAVE]:
@@ -168,6 +174,8 @@ class Plan:
             document["offload"] = asdict(self.offload)
         if self.exact:
             document["exact"] = True
+        if self.collectives != "save":
+            document["collectives"] = self.collectives
         if self.predicted is not None:
             p = self.predicted
             document["predicted"] = {**asdict(p), **shapes_as_text(p.shapes, p.calls)}
@@ -181,7 +189,7 @@ class Plan:
         Raises:
             PlanError: if the text is not a plan, or a plan that this version of actmem cannot read.
         """
-        return _plan_from_text(text, source="the plan text", suffix=".json")
+        return plan_from(parsed(text, source="the plan text", suffix=".json"), "the plan text")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a `.json` file, replacing an existing one.
@@ -189,18 +197,7 @@ class Plan:
         Raises:
             PlanError: if the name does not end in `.json`, or the file cannot be written.
         """
-        path = Path(path)
-        if path.suffix != ".json":
-            raise PlanError(
-                f"cannot save a plan as {str(path)!r}: a plan is written as JSON. "
-                f"Write plan.save({str(path.with_suffix('.json'))!r})."
-            )
-        try:
-            path.write_text(self.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise PlanError(
-                f"cannot write the plan file {str(path)!r}: {error.strerror}. Name a file in a directory that exists."
-            ) from error
+        write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
@@ -209,22 +206,8 @@ class Plan:
         Raises:
             PlanError: if there is no such file, or it is not a plan that this version of actmem can read.
         """
-        path = Path(path)
-        if path.suffix not in _READERS:
-            raise PlanError(f"cannot tell the format of {str(path)!r} from its name. Expected a .json or .toml file.")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError as error:
-            raise PlanError(
-                f"there is no plan file {str(path)!r}. Check the path, or write one with applied.plan.save(...)."
-            ) from error
-        except UnicodeDecodeError as error:
-            raise PlanError(
-                f"{str(path)!r} is not a text file: byte {error.start} is not UTF-8. {_WRITE_AGAIN}"
-            ) from error
-        except OSError as error:
-            raise PlanError(f"cannot read the plan file {str(path)!r}: {error.strerror}.") from error
-        return _plan_from_text(text, source=repr(str(path)), suffix=path.suffix)
+        text, suffix = read_text(path, "applied.plan.save(...)")
+        return plan_from(parsed(text, source=repr(str(path)), suffix=suffix), repr(str(path)))
 
 
 def _foretold(p: FitRecord) -> list[str]:
@@ -283,21 +266,13 @@ _NUMBERS = re.compile(r"\[[\d,\s]+\]")
 
 # --- plan files -------------------------------------------------------------------------------------------------------
 
-_WRITE_AGAIN = "Write the plan again with plan.save(...)."
 
+def plan_from(document: object, source: str) -> Plan:
+    """Read a plan from what a file holds.
 
-def _plan_from_text(text: str, *, source: str, suffix: str) -> Plan:
-    try:
-        document = _READERS[suffix](text)
-    except _DuplicateKeyError as error:
-        raise PlanError(f"{source} has the key {error.args[0]!r} twice in one place. Keep one of them.") from None
-    except RecursionError:
-        raise PlanError(f"{source} is nested too deeply to be a plan. {_WRITE_AGAIN}") from None
-    except ValueError as error:  # the base class of both readers' errors
-        where = f"line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise PlanError(
-            f"{source} cannot be read as {suffix[1:].upper()}: {where}. It may be cut off. {_WRITE_AGAIN}"
-        ) from error
+    Raises:
+        PlanError: if it is not a plan that this version of actmem can read. `source` says where it is from.
+    """
     _check_is_plan(document, source)
     from pydantic import TypeAdapter, ValidationError  # slow to import, and only needed to read a file
 
@@ -315,6 +290,11 @@ def _check_is_plan(document: object, source: str) -> None:
             f"{source} is not a plan: it holds a {type(document).__name__}, not a table with the keys {keys}."
         )
     found = cast(dict[str, object], document)
+    if "parts" in found:
+        raise PlanError(
+            f"{source} is the plan of a job, which has a part for each rank. Write "
+            "actmem.JobPlan.load(path).for_rank(rank), and apply that."
+        )
     if not {"version", "rules"} & found.keys():
         names = ", ".join(map(repr, list(found)[:5])) or "none"
         raise PlanError(f"{source} is not a plan: its keys are {names}. Expected {keys}.")
@@ -359,26 +339,3 @@ def _keys(kind: type[Rule | Plan | Offload | FitRecord]) -> list[str]:
 
 def _required(kind: type[Plan | FitRecord]) -> list[str]:
     return [field.name for field in fields(kind) if field.default is MISSING]
-
-
-class _DuplicateKeyError(ValueError):
-    pass
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise _DuplicateKeyError(next(name for name in names if names.count(name) > 1))
-    return table
-
-
-def _read_json(text: str) -> object:
-    return json.loads(text, object_pairs_hook=_unique)
-
-
-def _read_toml(text: str) -> object:
-    return tomllib.loads(text)
-
-
-_READERS = {".json": _read_json, ".toml": _read_toml}

@@ -13,9 +13,9 @@ from actmem.expert_loads import ExpertLoads
 from actmem.log_entries import Entry, OperatorEntry, from_row
 from actmem.shapes import TensorShape, read_shape, shapes_as_text
 
-__all__ = ["COPY", "Call", "Cost", "Layer", "Profile", "Value", "Write"]
+__all__ = ["COPY", "Action", "Call", "Cost", "Layer", "Place", "Profile", "Value", "Write", "with_collectives"]
 
-PROFILE_VERSION = 4
+PROFILE_VERSION = 5
 """The version of profiles that this actmem reads and writes."""
 
 COPY = "aten.clone.default"
@@ -38,6 +38,10 @@ class Cost:
     """The most that its kernel allocates for itself while it runs, if the profile is of a real step on a CPU."""
     number_bytes: int = 0
     """What its Python numbers take, on a CPU, which torch turns into tensors, and autograd may hold until backward."""
+    link_bytes: int = 0
+    """Of a collective: bytes that pass the link of the rank, in one direction."""
+    reach: int = 0
+    """Of a collective: how far apart the ranks of its group are, from the first to the last."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,12 @@ class Call:
     """What the state of the generator that it draws from takes, which a replay needs. On a CPU it is counted."""
     out_bytes: int = -1
     """Bytes of the tensors by which rules with `min_bytes` decide; -1 for those of its values."""
+    again_refs: tuple[int, ...] = ()
+    """Of a collective that may run again where a plan says so: `refs` in that case. See `with_collectives`."""
+    again_shown: tuple[int, ...] = ()
+    """And `shown`."""
+    is_again: bool = False
+    """A plan decides whether it runs again, as for any other call."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +153,35 @@ class Layer:
     parameters_bytes: int = 0
     gradients_bytes: int = 0
     """Bytes of the gradients of its parameters."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a pipeline's schedule does with one microbatch on one stage, and when."""
+
+    kind: str
+    """"forward", "backward", or where the backward pass is split "input" and "weight"."""
+    stage: int
+    microbatch: int
+    begin: int
+    """Position in the log before which it begins."""
+    end: int
+    """Position in the log before which it is over."""
+    sent_bytes: int = 0
+    """What goes from there to the stage after it, or before it in a backward pass, on another rank."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is in its job."""
+
+    world: int
+    """How many ranks the job has."""
+    rank: int
+    pipeline: tuple[int, ...] = ()
+    """The ranks of its pipeline, itself among them; () if it has none."""
+    num_stages: int = 0
+    """How many stages that pipeline has."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +239,25 @@ class Profile:
     """Bytes of each tensor of the optimizer's state on a card, in the order in which the first step makes them."""
     optimizer_memory: tuple[tuple[int, int], ...] = ()
     """What the optimizer's step on a card allocates and frees: a number and its bytes, or 0 where it is freed."""
+    actions: tuple[Action, ...] = ()
+    """Of a rank that runs stages of a pipeline: what its schedule did, in chronological order."""
+    place: Place | None = None
+    """Which rank of a parallel job it is of; None if it is of no such job."""
     version: int = PROFILE_VERSION
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of a pipeline that the rank runs, in order.
+
+        >>> Profile(actions=(Action("forward", 3, 0, 0, 5), Action("forward", 1, 0, 5, 9))).stages
+        (1, 3)
+        """
+        return tuple(sorted({action.stage for action in self.actions}))
+
+    @property
+    def decides_collectives(self) -> bool:
+        """Whether a plan decides which functional collectives run again. See `with_collectives`."""
+        return any(call.is_again for layer in self.layers for call in layer.calls)
 
     @property
     def starting_gradients_bytes(self) -> int:
@@ -240,11 +297,58 @@ class Profile:
             found["blocks"] = tuple(found["blocks"])
             if loads := found.get("expert_loads"):
                 found["expert_loads"] = ExpertLoads(tuple(loads["ranks"]), tuple(loads["rows"]), loads["rank"])
+            found["actions"] = tuple(Action(**action) for action in found["actions"])
+            found["place"] = None if found["place"] is None else Place(**_with_tuple(found["place"], "pipeline"))
             found["shapes"] = tuple(read_shape(text) for text in found["shapes"])
             found["calls"] = tuple(tuple(read_shape(text) for text in call) for call in found["calls"])
             return cls(layers=layers, costs=costs, log=log, storages=storages, **found)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PlanError(f"this is not a profile: {error}. Make one with actmem.profile(...).to_json().") from error
+
+
+def with_collectives(profile: Profile, *, again: bool) -> Profile:
+    """Return the profile of a step in which a plan decides whether functional collectives run again, or in which not.
+
+    If not, what they return is held like the result of any operator that is never replayed.
+
+    >>> gather = Call("all_gather", "", 0, (1,), never=Reason.COLLECTIVE, again_refs=(0,), again_shown=(0,))
+    >>> value = Value(8, 1, 0, "made", Reason.COLLECTIVE, (), -1, -1, False)
+    >>> layer = Layer("layers.0", 0, None, (), {}, (gather,), (replace(value, why=Reason.EXTERNAL), value), (), 0)
+    >>> found = with_collectives(Profile(layers=(layer,)), again=True)
+    >>> found.layers[0].calls[0].is_again, found.layers[0].values[1].reads
+    (True, (0,))
+    >>> with_collectives(found, again=False).layers == (layer,)
+    True
+    """
+    if not any(call.again_refs and call.is_again is not again for layer in profile.layers for call in layer.calls):
+        return profile
+    return replace(profile, layers=tuple(_decided(layer, again=again) for layer in profile.layers))
+
+
+def _decided(layer: Layer, *, again: bool) -> Layer:
+    makers = {v: call for call in layer.calls if call.again_refs for v in call.makes}
+    calls = tuple(
+        replace(
+            call,
+            is_again=again,
+            refs=call.again_refs if again else (),
+            shown=call.again_shown if again else (),
+        )
+        if call.again_refs
+        else call
+        for call in layer.calls
+    )
+    values = tuple(
+        replace(
+            value,
+            why=None if again else Reason.COLLECTIVE,
+            reads=tuple(dict.fromkeys(makers[v].again_refs)) if again else (),
+        )
+        if v in makers
+        else value
+        for v, value in enumerate(layer.values)
+    )
+    return replace(layer, calls=calls, values=values)
 
 
 def _layer(found: dict[str, Any]) -> Layer:
@@ -262,7 +366,7 @@ def _value(found: dict[str, Any]) -> Value:
 
 def _call(found: dict[str, Any]) -> Call:
     writes = tuple(Write(**_with_tuple(write, "early")) for write in found.pop("writes"))
-    tuples = {name: tuple(found.pop(name)) for name in ("makes", "refs", "shown")}
+    tuples = {name: tuple(found.pop(name)) for name in ("makes", "refs", "shown", "again_refs", "again_shown")}
     return Call(writes=writes, never=_reason(found.pop("never", None)), **tuples, **found)
 
 

@@ -20,6 +20,7 @@ from actmem.decision_rules import Rule, Slices
 from actmem.decisions import Decision
 from actmem.engine import BlockFamily, Compilation, UnseenFunctions, Verdicts, record_compiled_regions, resolve
 from actmem.errors import ApplyError, ModeError, PlanError, StructureError
+from actmem.job_plan import JobPlan
 from actmem.modes import Budget, FromPlan, Mode, Selective
 from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
@@ -183,7 +184,8 @@ def apply(
             takes torch's checkpoint in eager too, which runs the blocks' Python code twice. The plan is the same.
         collectives: "save" never runs a collective twice. "recompute" treats the all-gathers, all-reduces,
             reduce-scatters and broadcasts of tensor and sequence parallel as the mode treats other operators, which
-            frees their bytes and communicates again in the backward pass. Every rank must run the same operators.
+            frees their bytes and communicates again in the backward pass. Every rank must run the same operators. A
+            plan says itself what it was made for, and "save" leaves that as it is.
         opaque: "hold" holds what kernels make that torch cannot see (Triton, CUDA and C++ extensions), unless the
             autograd Function that launches them was declared, by `replayable` or by actmem's table of known libraries.
             "replay" runs every such Function again, as one operator, if it gives the same bits twice in the first
@@ -214,7 +216,11 @@ def apply(
     if isinstance(mode, Budget):
         mode = _fitted(model, replace(mode, compiled=False) if engine == "tape" else mode, profiled, blocks, scope)
         blocks = scope = None  # the plan names its blocks
-    return _install(model, _resolve(model, mode, engine, blocks, scope), engine, collectives, opaque, loss)
+    resolved = _resolve(model, mode, engine, blocks, scope)
+    if collectives == "recompute":
+        resolved = resolved._replace(plan=replace(resolved.plan, collectives=collectives))
+    _refuse_reissued(resolved.plan, engine)
+    return _install(model, resolved, engine, opaque, loss)
 
 
 # ---------------------------------------------------------------- validate: refuse what cannot be
@@ -235,11 +241,13 @@ def _validate(
     check_module(model)
     _refuse_unknown(mode, engine, collectives, opaque)
     _refuse_profiled(mode, profiled)
-    _refuse_combined(mode, engine, collectives, opaque)
+    _refuse_combined(mode, engine, opaque)
     refuse_state(model)
 
 
 def _refuse_unknown(mode: Mode | Plan, engine: Engine, collectives: Collectives, opaque: Opaque) -> None:
+    if isinstance(mode, JobPlan):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
+        raise ModeError("a JobPlan has a plan for each rank. Write actmem.apply(model, job.for_rank(rank)).")
     if not isinstance(mode, (*_MODES, Plan)):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
         names = ", ".join(m.__name__ for m in _MODES)
         raise ModeError(
@@ -280,7 +288,7 @@ def _refuse_profiled(mode: Mode | Plan, profiled: _Profiled) -> None:
         raise ModeError(f"{mode!r} needs a batch to plan for. Write actmem.apply(model, {mode!r}, example=batch).")
 
 
-def _refuse_combined(mode: Mode | Plan, engine: Engine, collectives: Collectives, opaque: Opaque) -> None:
+def _refuse_combined(mode: Mode | Plan, engine: Engine, opaque: Opaque) -> None:
     if isinstance(mode, Budget) and opaque == "replay":
         raise ModeError(
             "opaque = 'replay' finds out during the first steps what may run again, and a Budget is planned before "
@@ -296,7 +304,10 @@ def _refuse_combined(mode: Mode | Plan, engine: Engine, collectives: Collectives
             "engine = 'checkpoint' runs whole blocks twice, and its peak is not the planned one. Leave it out: a "
             "Budget is kept by the tape."
         )
-    if collectives == "recompute" and engine == "checkpoint":
+
+
+def _refuse_reissued(plan: Plan, engine: Engine) -> None:
+    if plan.collectives == "recompute" and engine == "checkpoint":
         raise ModeError(
             "collectives = 'recompute' cannot be combined with engine = 'checkpoint', which never runs a collective "
             "twice. Leave one of them out."
@@ -523,7 +534,6 @@ def _install(
     model: nn.Module,
     resolved: _Resolved,
     engine: Engine,
-    collectives: Collectives,
     opaque: Opaque,
     loss: Callable[[Any], Any] | None,
 ) -> Applied:
@@ -532,7 +542,7 @@ def _install(
     shared = SharedState(plan, model)
     unseen = UnseenFunctions(replay=opaque == "replay")
     compilation = Compilation({b.path: b.module for b in blocks}, shared.log)
-    shared.runners = _runners(resolved, engine, collectives, shared, compilation, offloader, unseen)
+    shared.runners = _runners(resolved, engine, shared, compilation, offloader, unseen)
     undo: list[Callable[[], None]] = []
     if engine == "checkpoint":
         undo.append(keep_graph_order())
@@ -550,7 +560,6 @@ def _install(
 def _runners(
     resolved: _Resolved,
     engine: Engine,
-    collectives: Collectives,
     shared: SharedState,
     compilation: Compilation,
     offloader: Offloader | None,
@@ -574,7 +583,7 @@ def _runners(
                 cuts=cuts,
                 observed=shared.called,
                 state=shared.state,
-                reissue=collectives == "recompute",
+                reissue=plan.collectives == "recompute",
                 offloader=offloader,
                 offload=plan.offload,
                 exact=plan.exact,

@@ -16,7 +16,7 @@ or prints.
 """
 
 from actmem.engine.away import Away
-from actmem.engine.barriers import all_debts, settle
+from actmem.engine.barriers import ACROSS, all_debts, owes, settle
 from actmem.engine.compiled_regions import record_compiled_regions
 from actmem.engine.eager_checkpoint import BlockFamily, Compilation, KeptValues, run_checkpointed
 from actmem.engine.holding_rules import (
@@ -63,6 +63,7 @@ from actmem.engine.verdicts import Traced, Tracer, Verdicts, log_once, resolve, 
 from actmem.engine.whole_calls import recording
 
 __all__ = [
+    "ACROSS",
     "DESCRIBED",
     "HOLD",
     "IMPORTED",
@@ -107,6 +108,7 @@ __all__ = [
     "number_held",
     "offered",
     "on_meeting",
+    "owes",
     "preserve",
     "promote",
     "put_together",

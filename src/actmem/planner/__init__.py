@@ -7,6 +7,7 @@ from actmem.planner.budget_guard import Guard
 from actmem.planner.card_fit import check_allocator
 from actmem.planner.compiled_fit import compilation, fit_ladder, make_ladder
 from actmem.planner.cost_frontier import NAMED, Frontier, Point, frontier
+from actmem.planner.job_fit import fit_job, job_seconds
 from actmem.planner.named_modes import named_keeps
 from actmem.planner.rules_writer import slices
 
@@ -22,10 +23,12 @@ __all__ = [
     "check_sizes",
     "compilation",
     "fit",
+    "fit_job",
     "fit_ladder",
     "fit_profile",
     "fit_profiles",
     "frontier",
+    "job_seconds",
     "largest",
     "make_ladder",
     "named_keeps",

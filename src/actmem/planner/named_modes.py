@@ -23,7 +23,8 @@ def named_steps(p: Profile) -> list[tuple[Plan, Simulated]]:
 
     They leave the smaller side to the tape, so their peak may lie below that of every exact plan.
     """
-    plans = [Plan(mode.rules(), p.blocks, p.fingerprint, repr(mode)) for mode in _MODES]
+    collectives = "recompute" if p.decides_collectives else "save"
+    plans = [Plan(m.rules(), p.blocks, p.fingerprint, repr(m), collectives=collectives) for m in _MODES]
     return [(plan, follow(p, plan, timeline=True)) for plan in plans]
 
 

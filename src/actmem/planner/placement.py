@@ -11,7 +11,9 @@ A blend lets a layer follow half of one column and half of another, so that its 
 Close to the smallest peak that makes the bound too low. There the same dynamic program is also run for the bound: over
 all decisions of a block, not only over the columns found so far, where a block has few enough (`tabulate`). A layer's
 decisions must fit, by themselves, on top of what the layers before it hold. That sum is in cells, rounded down.
-Only moments at which all layers before one certainly wait are used. Leaving out others only lowers the bound.
+Only moments at which all layers before one certainly wait are used. Leaving out others only lowers the bound. In a step
+of several microbatches some layers are done before others begin, so that they never wait together: nothing limits what
+those hold in sum.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ Ints = npt.NDArray[np.int64]
 
 _NUM_LABELS = 256
 _NUM_CELLS = 4096
+_UNLIMITED = 2**62
 _FEW_UNITS = 21
 """Up to this many units, all decisions of a block are enumerated."""
 
@@ -157,7 +160,7 @@ class Chain:
         line = step.timeline
         used = [nth for nth, f in enumerate(line.family_of) if line.families[f].is_used]
         self._order = sorted(used, key=lambda nth: int(line.places[nth][0]))
-        self._caps = [budget_bytes] * (len(used) + 1)
+        self._caps = [budget_bytes if together else _UNLIMITED for together in self._together()]
         """The most that the first layers may hold, for each number of them."""
         self._rooms: list[dict[int, int]] = [{} for _ in used]
         """For each layer, events of its own and what is left there for it and for the layers before it."""
@@ -173,6 +176,18 @@ class Chain:
                 event = int(line.places[nth][k])
                 if line.live[event] > NEVER:
                     self._read(event, budget_bytes - step.base_bytes(Moment(event, within=False)))
+
+    def _together(self) -> list[bool]:
+        """Return, for each number of layers, whether the first so many all wait at some moment."""
+        line = self._step.timeline
+        found = [True]
+        last_left, first_asked = -1, len(line.live)
+        for nth in self._order:
+            family = line.families[line.family_of[nth]]
+            last_left = max(last_left, int(line.places[nth][family.leave]))
+            first_asked = min(first_asked, int(line.places[nth][family.first_unpack]))
+            found.append(last_left < first_asked)
+        return found
 
     @property
     def is_small(self) -> bool:

@@ -29,6 +29,7 @@ def write_plan(
             mode,
             where if any(Decision.OFFLOAD in keep for keep in wanted) else None,
             exact=True,
+            collectives="recompute" if profile.decides_collectives else "save",
         )
         said = decisions(profile, plan)
         if not _is_said(profile, wanted, said):

@@ -23,6 +23,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from actmem.distributedcompat import link_traffic
 from actmem.engine import WHOLE_CALLS
 from actmem.log_entries import CallRan, Entry, Left, LiveEntry, OperatorEntry, OpRan, Packed, StorageDied, TensorGone
 from actmem.measuring import (
@@ -360,6 +361,7 @@ class Chronicle(TorchDispatchMode):
             moved += num_bytes(tensor)
             if tensor.is_floating_point() or tensor.is_complex():
                 computes_in = computes_in or _name(tensor)
+        made = moved
         for tensor in tensors_in((args, kwargs)):
             moved += num_bytes(tensor)
             computes_in = computes_in or (_name(tensor) if tensor.is_floating_point() else "")
@@ -371,7 +373,8 @@ class Chronicle(TorchDispatchMode):
         numbers = 0
         if self.device.type == "cpu":
             numbers = sum(number_bytes(args[i]) for i in places if i < len(args))
-        cost = Cost(name, flops, 0 if view else moved, computes_in, number_bytes=numbers)
+        link, reach = (0, 0) if "c10d" not in name else _traffic(name, args, made, moved - made)
+        cost = Cost(name, flops, 0 if view else moved, computes_in, number_bytes=numbers, link_bytes=link, reach=reach)
         alike = cost, None if least is None else _lie(args, kwargs)
         number = self._numbers.setdefault(alike, len(self._names))
         if number == len(self._names):
@@ -470,6 +473,14 @@ def _learn(func: Any) -> tuple[str, Formula | None, bool, bool, bool, tuple[int,
     mutates = schema is None or bool(schema.is_mutable)
     places = () if schema is None else tuple(i for i, a in enumerate(schema.arguments) if str(a.type) == "Tensor")
     return name, flop_formula(func), mutates, name == "aten.lift_fresh.default", is_listed(name), places
+
+
+def _traffic(name: str, args: tuple[Any, ...], made: int, given: int) -> tuple[int, int]:
+    """Return what a collective sends, and how far: one that is given room for its result returns it too."""
+    if name.startswith("c10d."):
+        sizes = [num_bytes(tensor) for tensor in tensors_in(args)] or [0]
+        made, given = sizes[0], sizes[-1]
+    return link_traffic(name, args, given, made)
 
 
 def _name(tensor: Tensor) -> str:

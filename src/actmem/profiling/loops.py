@@ -35,6 +35,7 @@ from actmem.profiling.complaints import for_real, quiet, told
 from actmem.profiling.examples import argument_names, named_arguments, shapes_of
 from actmem.profiling.fake_model import Assuming, StandIns, refuse_recurrent
 from actmem.profiling.numbers import Numbers
+from actmem.profiling.pipeline_actions import PipelineActions
 from actmem.profiling.reach import Reach
 from actmem.profiling.restored_state import Preserved
 from actmem.profiling.session import Session
@@ -90,10 +91,17 @@ def profile_loop(
 
 
 def profile_made(
-    model: nn.Module, found: Sequence[Block], device: torch.device, step: Callable[[], object], mode: Any, **facts: Any
+    model: nn.Module,
+    found: Sequence[Block],
+    device: torch.device,
+    step: Callable[[], object],
+    mode: Any,
+    *,
+    pipeline: PipelineActions,
+    **facts: Any,
 ) -> Profile:
     """Profile a step whose model was made under a fake mode, which is active. Nothing is restored."""
-    return _Loop(model, step).profile(found, device, mode=mode, **facts)
+    return _Loop(model, step).profile(found, device, mode=mode, pipeline=pipeline, **facts)
 
 
 def _faked(loop: _Loop, found: Sequence[Block], device: torch.device, mode: Any, routing: str, **facts: Any) -> Profile:
@@ -148,6 +156,7 @@ class _Loop:
         *,
         least_seconds: dict[Hashable, float] | None = None,
         mode: Any = None,
+        pipeline: PipelineActions | None = None,
         **facts: Any,
     ) -> Profile:
         """Run the step twice, and return what was observed the second time."""
@@ -155,6 +164,8 @@ class _Loop:
             self._step()
         chronicle = _Phased(device, least_seconds=least_seconds, mode=mode, holdings=self._holdings)
         session = Session(self._model, found, device, accumulates=False, chronicle=chronicle)
+        if pipeline is not None:
+            pipeline.note = chronicle.note
         with self._arrivals(chronicle), self._preserved:
             session.run_step(self._step, self._holdings)
         seen = session.profile(
@@ -167,6 +178,8 @@ class _Loop:
             gradients_bytes=max((e.num_bytes for e in chronicle.log if isinstance(e, GradientsCounted)), default=0),
         )
         chronicle.close()
+        if pipeline is not None:
+            pipeline.note = None
         assert seen is not None
         return seen
 

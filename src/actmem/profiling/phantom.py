@@ -69,6 +69,8 @@ class _Made:
     never: Reason | None = None
     yields: bool = True
     fresh: bool = True
+    is_collective: bool = False
+    """A collective that may run again where a plan says so."""
     is_single: bool = False
     """It returned one fake tensor. The tape finds out that such a result is a view before it looks at what was read."""
 
@@ -139,6 +141,7 @@ class Recorded(Observation):
         """Note a call that writes, draws or is never replayed."""
         call = self.calls[-1]
         call.never, call.fresh, call.yields = never, operator.fresh, never is Reason.GENERATOR
+        call.is_collective = operator.reissued
         positions = {where: n for n, where in enumerate(self._places or ())}
         found: list[Write] = []
         for k, write in enumerate(writes):
@@ -225,14 +228,15 @@ class Recorded(Observation):
             value, versions = met.value, on_storage[met.storage]
             at = versions.index(index)
             later = versions[at + 1] if at + 1 < len(versions) else -1
+            held = met.call >= 0 and self.calls[met.call].is_collective
             values.append(
                 Value(
                     num_bytes=met.num_bytes if met.kind != "state" else 0,
                     storage=met.storage,
                     call=met.call,
                     kind=met.kind,
-                    why=None if value.node is not None else value.why or Reason.EXTERNAL,
-                    reads=() if value.node is None else _reads(value),
+                    why=Reason.COLLECTIVE if held else None if value.node is not None else value.why or Reason.EXTERNAL,
+                    reads=() if held or value.node is None else _reads(value),
                     writes=versions[at - 1] if at and value.slot < 0 else -1,
                     overwritten=self._met[later].call if later >= 0 else -1,
                     constant=value.why is Reason.CONSTANT,
@@ -259,19 +263,25 @@ class Recorded(Observation):
         is_view = call.is_single and not makes and not call.writes
         node = self._met[makes[0]].value.node if makes else None
         state = None if node is None or node.state is None else node.state[1]
+        referred = (
+            () if is_view or call.is_collective else call.refs,
+            () if is_view or call.is_collective else call.shown,
+        )
         return Call(
             op=call.op,
             module=call.module,
             cost=call.cost,
             makes=makes,
-            refs=() if is_view else call.refs,
-            shown=() if is_view else call.shown,
+            refs=referred[0],
+            shown=referred[1],
             writes=call.writes,
-            never=never,
+            never=Reason.COLLECTIVE if call.is_collective else never,
             yields=call.yields and never is not None,
             fresh=call.fresh,
             state_bytes=0 if state is None or state.device != self._chronicle.device else state.nbytes,
             out_bytes=call.out_bytes,
+            again_refs=call.refs if call.is_collective else (),
+            again_shown=call.shown if call.is_collective else (),
         )
 
 
@@ -354,7 +364,7 @@ class PhantomTape(Tape):
         places: Places,
     ) -> None:
         verdicts: Any = _Verdicts(recorded)
-        super().__init__(verdicts, recorded, inputs=inputs, trainable=trainable, places=places)
+        super().__init__(verdicts, recorded, inputs=inputs, trainable=trainable, places=places, reissue=True)
         self._recorded = recorded
         self._chronicle = chronicle
         self._outer = None
@@ -385,6 +395,9 @@ class PhantomTape(Tape):
     def _in_cut(self, func: Any) -> None:
         super()._in_cut(func)
         self._recorded.placed(self.address)
+
+    def _anchor(self, operator: Operator, node: Any, given: Tensor) -> bool:  # noqa: ARG002
+        return True  # whether a collective can run again is up to the plan, and what it holds
 
     def _hold(self, value: TapeValue, tensor: Tensor, make_alias: Callable[[Tensor], Tensor]) -> None:
         pass

@@ -29,12 +29,13 @@ from torch import nn
 from actmem.distributedcompat import as_in_training, held_messages, real_meshes, silent_group, silent_pipelines
 from actmem.errors import ModeError, UnsupportedError
 from actmem.expert_loads import Routing, check_routing
-from actmem.profiles import Profile
+from actmem.profiles import Place, Profile
 from actmem.profiling.autocast_lists import profiled_autocast
 from actmem.profiling.complaints import quiet
 from actmem.profiling.fake_model import Assuming
 from actmem.profiling.loops import profile_made
 from actmem.profiling.numbers import Numbers
+from actmem.profiling.pipeline_actions import PipelineActions
 from actmem.structure import check_module, condition_digest, find_blocks, fingerprint
 from actmem.torchcompat import FakeTensorMode
 
@@ -102,7 +103,7 @@ def profile_rank(
         stack.enter_context(silent_group(world, rank))
         stack.enter_context(real_meshes())
         stack.enter_context(as_in_training())
-        stack.enter_context(silent_pipelines())
+        stack.enter_context(silent_pipelines(pipeline := PipelineActions()))
         stack.enter_context(held_messages())
         stack.enter_context(quiet())
         stack.enter_context(mode)
@@ -121,8 +122,9 @@ def profile_rank(
         if routing != "balanced":
             with assuming.router.rehearsal():
                 step()
-        seen = profile_made(model, found, torch.device("cpu"), step, mode, **facts)
-    return replace(seen, routing=assuming.routing, expert_loads=assuming.router.loads)
+        seen = profile_made(model, found, torch.device("cpu"), step, mode, pipeline=pipeline, **facts)
+    place = Place(world, rank, pipeline.ranks, pipeline.num_stages)
+    return replace(seen, routing=assuming.routing, expert_loads=assuming.router.loads, place=place)
 
 
 def _check(build: object, world: object, rank: object, routing: object) -> None:

@@ -21,6 +21,7 @@ from actmem.profiling.complaints import for_real
 from actmem.profiling.equal_blocks import Skipped, Template, expand, numbers_of, signature, skip
 from actmem.profiling.examples import loss_of
 from actmem.profiling.phantom import Recorded, record
+from actmem.profiling.pipeline_actions import actions_in
 from actmem.profiling.reads import Reads, noted
 from actmem.structure import Block, find_roles, layer_type
 from actmem.torchcompat import named_modules
@@ -341,7 +342,8 @@ class Session:
         expanded = expand(settled(self._chronicle.log), layers, self._skipped, sizes)
         if expanded is None:
             return None
-        log, memory = changes(expanded[0])
+        unmarked, actions = actions_in(expanded[0])
+        log, memory = changes(unmarked)
         layers = expanded[1]
         for s in self._skipped:
             layers[s.layer] = replace(layers[s.layer], path=self._blocks[s.layer].path)
@@ -367,6 +369,7 @@ class Session:
             "memory": tuple(memory),
             "stock": self._stock_of(sizes),
             "carried": self._carried,
+            "actions": actions,
         }
         return Profile(**(found | facts))
 

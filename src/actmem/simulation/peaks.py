@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from actmem.decisions import Decision
 from actmem.log_entries import Left, PhaseBegan, Unpacked
 from actmem.modes import Full
 from actmem.plan import Plan
-from actmem.profiles import Layer, Profile, Value
+from actmem.profiles import Layer, Profile, Value, with_collectives
 from actmem.profiling import STEP, sharded
 from actmem.simulation.plan_effect import decisions, follow
 from actmem.simulation.simulator import Simulated, simulate
@@ -46,6 +47,7 @@ def peak_words(
     >>> peak_words(Profile(), Plan([Rule("save")], [], "", "SaveEverything()"))
     ()
     """
+    profile = with_collectives(profile, again=plan.collectives == "recompute")
     moments, simulated = walk(Ground(profile), plan) if walked is None else walked
     if moments.peak < 0:
         return ()
@@ -61,7 +63,8 @@ def peak_words(
     offloaded = plan.offload is not None
     keeps = decisions(profile, plan)
     helps = lowering(profile, keeps, simulated, exact=plan.exact, offloaded=offloaded, accelerator=accelerator)
-    everything = follow(profile, Plan(Full().rules(), profile.blocks, profile.fingerprint, "Full()")).peak_bytes
+    full = replace(plan, rules=Full().rules(), mode="Full()", offload=None, exact=False, predicted=None)
+    everything = follow(profile, full).peak_bytes
     if everything < simulated.peak_bytes and size(everything) != size(simulated.peak_bytes):
         helps.insert(0, f"recomputing every block: {size(everything)}.")
     if helps:

@@ -14,7 +14,7 @@ from actmem.engine import WHOLE_CALLS, Cut, Operator, Verdicts, describe, resolv
 from actmem.errors import PlanError
 from actmem.offloading import bound_of
 from actmem.plan import Plan
-from actmem.profiles import Layer, Profile
+from actmem.profiles import Layer, Profile, with_collectives
 from actmem.simulation.flight import InFlight
 from actmem.simulation.simulator import Simulated, Watcher, simulate
 
@@ -40,6 +40,7 @@ def follow(
         keeps: what the rules say, if known.
         watcher: makes a new one for each attempt: the last one saw the step that is returned.
     """
+    profile = with_collectives(profile, again=plan.collectives == "recompute")
     keeps = decisions(profile, plan) if keeps is None else keeps
     options: dict[str, Any] = {"exact": plan.exact, "timeline": timeline, "on_top": on_top}
     if plan.offload is not None:
@@ -56,7 +57,12 @@ def follow(
         if not first.sent_bytes:
             return first
         return simulate(profile, keeps, **options, watcher=None if watcher is None else watcher())
-    forced = _cuts(profile, first, [verdicts is not None and verdicts.offloads for verdicts in said])
+    # The smallest cut goes by bytes, and so is not computed where copies or other ranks matter.
+    uncut = [
+        (verdicts is not None and verdicts.offloads) or any(call.is_again for call in layer.calls)
+        for verdicts, layer in zip(said, profile.layers, strict=True)
+    ]
+    forced = _cuts(profile, first, uncut)
     if not any(forced) and not first.sent_bytes:
         return first
     return simulate(profile, keeps, forced=forced, **options, watcher=None if watcher is None else watcher())
@@ -72,17 +78,17 @@ def _in_flight(plan: Plan, found: Simulated) -> InFlight | None:
     return InFlight(bound_of(offload.in_flight_bytes, found.sent_by_layer), offload.max_in_flight, found.fetch_order)
 
 
-def _cuts(profile: Profile, first: Simulated, offloads: Sequence[bool]) -> list[dict[int, Reason] | None]:
+def _cuts(profile: Profile, first: Simulated, uncut: Sequence[bool]) -> list[dict[int, Reason] | None]:
     """Return, for each layer, the calls that its block's smallest cut holds. The block's first call is cut."""
     known: dict[Any, Cut | None] = {}
     cut_of: dict[str, tuple[Cut | None, Layer]] = {}
     forced: list[dict[int, Reason] | None] = []
-    for layer, fates, offloaded in zip(profile.layers, first.fates, offloads, strict=True):
+    for layer, fates, is_uncut in zip(profile.layers, first.fates, uncut, strict=True):
         if layer.path not in cut_of:
             funcs = tuple(call.op for call in layer.calls)
             rows: list[Any] = [fate for fate in fates if fate is not None]
             key = funcs, tuple((row.num_bytes, row.why, row.saved, row.held) for row in rows)
-            if key not in known and not offloaded:
+            if key not in known and not is_uncut:
                 known[key] = smallest_cut(rows, funcs)
             cut_of[layer.path] = known.get(key), layer
         cut, cut_layer = cut_of[layer.path]

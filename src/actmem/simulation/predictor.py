@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from actmem.allocator import AllocatorSettings
 from actmem.devices import Device
@@ -79,6 +80,7 @@ def predict(
     device: Device | str | None = None,
     *,
     allocator: str | AllocatorSettings | None = None,
+    collectives: Literal["save", "recompute"] | None = None,
 ) -> Prediction:
     """Predict the peak, and the cost, of a step under a plan or a mode. Bytes are exact for what the profile saw.
 
@@ -88,6 +90,7 @@ def predict(
         device: whose speed and kernels to take: a name such as "h100-80gb", or a `Device`. Default: this machine.
         allocator: on a card, what PYTORCH_CUDA_ALLOC_CONF will be, such as "expandable_segments:True". Default: what
             the plan was made for, and for a mode torch's defaults.
+        collectives: as for `apply`. Default: what the plan says; "save" for a mode.
 
     >>> import torch, actmem
     >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
@@ -101,6 +104,8 @@ def predict(
     if allocator is None:
         allocator = "" if plan.predicted is None else plan.predicted.allocator
     settings = AllocatorSettings.of(allocator)
+    if collectives is not None:
+        plan = replace(plan, collectives=collectives)
     known = resolved(device, dtypes_of(profile))
     profile = on_card(profile, known)
     seconds = cost_seconds(profile, known)

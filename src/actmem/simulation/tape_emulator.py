@@ -12,6 +12,7 @@ from typing import Any
 
 from actmem.decisions import Decision, Reason
 from actmem.engine import (
+    ACROSS,
     HOLD,
     KEPT,
     RESERVE,
@@ -27,6 +28,7 @@ from actmem.engine import (
     number_held,
     offered,
     on_meeting,
+    owes,
     preserve,
     promote,
     reason,
@@ -178,7 +180,8 @@ class Emulated:
         call = self._layer.calls[index]
         forced = self._forced.get(index)
         kept = forced or kept_by(self._keep[index])
-        never = None if forced or (kept and call.yields) else call.never
+        again = call.is_again and kept is None
+        never = None if forced or again or (kept and call.yields) else call.never
         given = reason(kept, never, exact=self._exact)
         writes = [_Written(write, self._values.get(write.storage)) for write in call.writes]
         for w in writes:
@@ -190,6 +193,8 @@ class Emulated:
         node = None
         if replayable and (call.fresh or piece or any(w.fate is None for w in writes)):
             node = self._node(index, call)
+        if again and node is not None and not self._anchor(call, node):
+            node, given, again = None, Reason.COLLECTIVE, False
         self._leave_behind(writes)
         outs = self._write(node, writes, piece=piece)
         for v in call.makes:
@@ -203,9 +208,25 @@ class Emulated:
                     value.coverage, value.pending = _PIECES, Node(index, [], None, [])
                     value.pending.outs = [(fact.slot, weakref.ref(value))]
             self._remember(value, v)
+            if again:
+                value.debts = ACROSS
             outs.append((fact.slot, weakref.ref(value)))
         if node is not None:
             node.outs = outs
+
+    def _anchor(self, call: Call, node: Node) -> bool:
+        """Make sure that a collective can run again, as `Tape` does; False if it is saved instead."""
+        value: Any = node.refs[0][2]
+        if not owes(value):
+            return True
+        if not call.op.startswith("_c10d_functional.all_gather_into_tensor."):
+            return False
+        if value.node is None:
+            self._hold(value, None)
+        else:
+            num_bytes = self._layer.values[self._number(value)].copy_bytes
+            settle(value, num_bytes, self._hold, None, self._find, self._free)
+        return True
 
     def _node(self, index: int, call: Call) -> Node:
         refs: list[tuple[Any, ...]] = [
