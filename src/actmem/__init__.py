@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         VersionError,
     )
+    from actmem.layout import Layout
     from actmem.measuring import Measurement, measure
     from actmem.modes import (
         Budget,
@@ -78,6 +79,7 @@ __all__ = [
     "Frontier",
     "Full",
     "Largest",
+    "Layout",
     "Measurement",
     "ModeError",
     "Offload",
@@ -132,6 +134,7 @@ __getattr__, __dir__ = on_first_use(
             "ActmemError ApplyError BudgetError DeviceError FreedStorageError ModeError OffloadError "
             "PlanError ReplayError SelfCheckError SnapshotError StructureError UnsupportedError VersionError"
         ),
+        "actmem.layout": "Layout",
         "actmem.measuring": "Measurement measure",
         "actmem.modes": "Budget FromPlan Full OffloadActivations Rules SaveEverything Selective Targets every_second",
         "actmem.plan": "Plan",

@@ -20,6 +20,7 @@ PROMISED = {
     "Frontier",
     "Full",
     "Largest",
+    "Layout",
     "Measurement",
     "ModeError",
     "Offload",
