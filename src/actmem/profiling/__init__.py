@@ -4,6 +4,7 @@ from actmem.profiling.autocast_lists import card_autocast
 from actmem.profiling.compiled_step import CompiledRun, CompiledStep, Section
 from actmem.profiling.complaints import called_as
 from actmem.profiling.examples import argument_names, loss_of, named_arguments, shapes_of
+from actmem.profiling.fake_model import fake_part
 from actmem.profiling.rank_profile import profile_rank
 from actmem.profiling.restored_state import Restored, generator_states, inputs_of
 from actmem.profiling.shards import STEP, sharded
@@ -19,6 +20,7 @@ __all__ = [
     "called_as",
     "card_autocast",
     "check_step",
+    "fake_part",
     "generator_states",
     "inputs_of",
     "loss_of",
