@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from actmem.errors import DeviceError
 
-__all__ = ["DEVICES_VARIABLE", "THIS_MACHINE", "Attainable", "Device", "Nvme", "device", "known_devices"]
+__all__ = ["DEVICES_VARIABLE", "THIS_MACHINE", "Attainable", "Device", "Fabric", "Nvme", "device", "known_devices"]
 
 DEVICES_VARIABLE = "ACTMEM_DEVICES"
 """The environment variable that names the user's own device file."""
@@ -67,6 +67,20 @@ class Nvme:
     """Speed of sequential writes."""
 
 
+@dataclass(frozen=True)
+class Fabric:
+    """What joins the devices of a job."""
+
+    key: str
+    """Name in the file, such as `dgx-h100`."""
+    peers: int
+    """Devices that are joined directly: those of one host, or of one rack."""
+    peer_bytes_per_second: float
+    """Peak bandwidth of a device to its peers, in one direction."""
+    network_bytes_per_second: float
+    """Peak bandwidth of a device to those of other hosts, in one direction."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """What one device can do. See NOTE [ figures of devices ].
@@ -99,6 +113,8 @@ class Device:
     caching allocator is not known to serve."""
     nvme: Nvme | None = None
     """The drives that its host is assumed to have."""
+    fabric: Fabric | None = None
+    """What is assumed to join it to others of its kind."""
     attainable: Attainable = Attainable()
     """What fraction of these peaks is reached."""
     sources: dict[str, str] = field(default_factory=dict[str, str], hash=False)
@@ -183,6 +199,25 @@ class Device:
                 raise self._missing("nvme", '"pcie4-x4"')
             rates += [self.nvme.read_bytes_per_second, self.nvme.write_bytes_per_second]
         return min(rates)
+
+    def peer_rate(self, reach: int) -> float:
+        """Return the sustained bandwidth to other devices, in bytes per second, in each direction.
+
+        Args:
+            reach: how many neighbouring ranks it spans: beyond the peers, the network counts.
+
+        >>> device("h100-80gb").peer_rate(8), device("h100-80gb").peer_rate(16)
+        (360000000000.0, 40000000000.0)
+
+        Raises:
+            DeviceError: if it is not known what joins such devices.
+        """
+        if self.fabric is None:
+            raise self._missing("fabric", '"dgx-h100"')
+        near = reach <= self.fabric.peers
+        return self.attainable.link * (
+            self.fabric.peer_bytes_per_second if near else self.fabric.network_bytes_per_second
+        )
 
     def _figure(self, name: str, value: float | None, example: str) -> float:
         if value is None:
@@ -310,6 +345,12 @@ class _Nvme(_Table):
     write_bytes_per_second: _Figure
 
 
+class _Fabric(_Table):
+    peers: _Bytes
+    peer_bytes_per_second: _Figure
+    network_bytes_per_second: _Figure
+
+
 class _Device(_Table):
     name: _Name
     memory_bytes: _Bytes
@@ -320,12 +361,14 @@ class _Device(_Table):
     context_bytes: _Bytes | None = None
     blas_workspace_bytes: _Bytes | None = None
     nvme: str | None = None
+    fabric: str | None = None
     attainable: _Attainable = _Attainable()
 
 
 class _File(_Table):
     devices: dict[_Name, _Device]
     nvme: dict[_Name, _Nvme]
+    fabric: dict[_Name, _Fabric]
     attainable: _Attainable
 
 
@@ -352,7 +395,13 @@ def _made(key: str, table: _Device, file: _File, where: str) -> Device:
             f"the device file {where!r}: devices.{key}.nvme = {table.nvme!r} is not a known class of drives. "
             f"Permitted: {', '.join(file.nvme)}. To use another, add a table [nvme.{table.nvme}]."
         )
+    if table.fabric is not None and table.fabric not in file.fabric:
+        raise DeviceError(
+            f"the device file {where!r}: devices.{key}.fabric = {table.fabric!r} is not known. "
+            f"Permitted: {', '.join(file.fabric)}. To use another, add a table [fabric.{table.fabric}]."
+        )
     drive = None if table.nvme is None else file.nvme[table.nvme]
+    fabric = None if table.fabric is None else file.fabric[table.fabric]
     own, common = _given(table.attainable), _given(file.attainable)
     rates, attainable = _given(table.flops_per_second), {**common, **own}
     figures = {
@@ -365,6 +414,7 @@ def _made(key: str, table: _Device, file: _File, where: str) -> Device:
         **{f"flops_per_second.{name}": figure for name, figure in rates.items()},
         **{f"attainable.{name}": figure for name, figure in attainable.items()},
         **{f"nvme.{name}": figure for name, figure in (_given(drive) if drive is not None else {}).items()},
+        **{f"fabric.{name}": figure for name, figure in (_given(fabric) if fabric is not None else {}).items()},
     }
     return Device(
         key=key,
@@ -379,12 +429,20 @@ def _made(key: str, table: _Device, file: _File, where: str) -> Device:
         nvme=None
         if drive is None
         else Nvme(cast(str, table.nvme), drive.read_bytes_per_second.value, drive.write_bytes_per_second.value),
+        fabric=None
+        if fabric is None
+        else Fabric(
+            cast(str, table.fabric),
+            int(fabric.peers.value),
+            fabric.peer_bytes_per_second.value,
+            fabric.network_bytes_per_second.value,
+        ),
         attainable=Attainable(**{name: figure.value for name, figure in attainable.items()}),
         sources={name: figure.source for name, figure in figures.items() if figure is not None},
     )
 
 
-def _given(table: _Rates | _Attainable | _Nvme) -> dict[str, _Figure]:
+def _given(table: _Rates | _Attainable | _Nvme | _Fabric) -> dict[str, _Figure]:
     return {name: figure for name, figure in table if figure is not None}
 
 
@@ -451,7 +509,9 @@ def _permitted(path: list[str]) -> list[str]:
             table = _Attainable
         case ["nvme", _]:
             table = _Nvme
-        case ["devices"] | ["nvme"]:
+        case ["fabric", _]:
+            table = _Fabric
+        case ["devices"] | ["nvme"] | ["fabric"]:
             return ["one table for each name"]
         case _:
             table = _Figure

@@ -61,6 +61,8 @@ def test_every_device_has_all_figures_and_each_has_a_source(key: str) -> None:
     figures |= {f"flops_per_second.{name}" for name in found.flops_per_second}
     figures |= {"nvme.read_bytes_per_second", "nvme.write_bytes_per_second"}
     figures |= {"attainable.matmul", "attainable.memory", "attainable.link"}
+    if found.fabric is not None:
+        figures |= {"fabric.peers", "fabric.peer_bytes_per_second", "fabric.network_bytes_per_second"}
     assert set(found.sources) == figures
     assert all(re.search(r"NVIDIA|AMD|Micron|Bekman|torchao|PyTorch", source) for source in found.sources.values())
     assert ("bf16" in found.flops_per_second) != (key in WITHOUT_BF16)
@@ -215,6 +217,7 @@ def test_offloading_counts_the_slowest_part_of_the_way() -> None:
         ({"flops_per_second": {}}, lambda d: d.seconds(1, 1, "bfloat16"), "flops_per_second.bf16 = 100e12"),
         ({"host_link_bytes_per_second": None}, lambda d: d.offload_rate("host"), "host_link_bytes_per_second = 64e9"),
         ({"nvme": None}, lambda d: d.offload_rate("disk"), 'nvme = "pcie4-x4"'),
+        ({}, lambda d: d.peer_rate(8), 'fabric = "dgx-h100"'),
     ],
 )
 def test_a_missing_figure_is_named_and_its_repair_works(change, use, line: str, tmp_path: Path) -> None:
@@ -227,7 +230,7 @@ def test_a_missing_figure_is_named_and_its_repair_works(change, use, line: str, 
     file = tmp_path / "own.toml"
     file.write_text(f'{repair}\nname = "a toy"\nmemory_bytes = 1000\n')
     found = device("toy", path=file)
-    assert next(iter(set(found.sources) & {line.partition(" ")[0], "nvme.read_bytes_per_second"}))
+    assert next(iter(set(found.sources) & {line.partition(" ")[0], "nvme.read_bytes_per_second", "fabric.peers"}))
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -348,7 +351,7 @@ NEW = '[devices.new]\nname = "new"\nmemory_bytes = 1e9\n'
         (NEW + "memory_bites = 5", "Did you mean 'memory_bytes'?"),
         (NEW + "flops_per_second.fp9 = 5", "fp9 is not a known key. Permitted: bf16, fp16, fp32, tf32, fp8, fp64."),
         (NEW + "attainable.matmull = 0.5", "Permitted: matmul, memory, link. Did you mean 'matmul'?"),
-        ("[gadgets.x]\nname = 'x'", "gadgets is not a known key. Permitted: devices, nvme, attainable."),
+        ("[gadgets.x]\nname = 'x'", "gadgets is not a known key. Permitted: devices, nvme, fabric, attainable."),
         (
             '[devices.new]\nname = "new"',
             "devices.new.memory_bytes is missing. Add the line memory_bytes = 80_000_000_000",
@@ -389,6 +392,10 @@ NEW = '[devices.new]\nname = "new"\nmemory_bytes = 1e9\n'
         (
             "[attainable]\nmatmul = 0",
             "attainable.matmul = 0 is not a figure. Expected a number above 0. Write matmul = 0.8.",
+        ),
+        (
+            NEW + 'fabric = "string"',
+            "devices.new.fabric = 'string' is not known. Permitted: dgx-a100, dgx-h100, dgx-b200,",
         ),
         (
             NEW + 'nvme = "floppy"',

@@ -86,8 +86,8 @@ class _Extension:
         nth = self._nth = len(begins) - TRACED + 2
         if not 2 <= nth < TRACED or len(ends) != len(begins) or ends[TRACED - 1] > begins[0]:
             raise NotPeriodicError
-        self._forward = [self._pass(ends[n - 1], ends[n]) for n in (nth - 1, nth)]
-        self._backward = [self._pass(begins[n], begins[n + 1]) for n in (nth - 1, nth)]
+        self._forward = self._pass(ends[nth - 2], ends[nth - 1]), self._pass(ends[nth - 1], ends[nth])
+        self._backward = self._pass(begins[nth - 1], begins[nth]), self._pass(begins[nth], begins[nth + 1])
         self._layers = p.layers[nth * num_layers : (nth + 1) * num_layers]
         self._before = p.layers[(nth - 1) * num_layers : nth * num_layers]
         self._sizes = dict(p.storages)
