@@ -58,8 +58,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The embedding and all layers. A stage of a pipeline has some of the layers, and may lack the other parts."""
 
-    embed_tokens: nn.Module | None
-    norm: nn.Module | None
+    embed_tokens: Embedding | None
+    norm: RMSNorm | None
 
     def __init__(self, config: DecoderConfig, factory: Factory) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.model = Decoder(config, factory)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
-        if config.tie_embeddings:
+        if config.tie_embeddings and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:

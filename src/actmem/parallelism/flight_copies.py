@@ -210,7 +210,6 @@ class _Extension:
     ) -> Profile:
         """Put the copies in front of the passes that they are copies of."""
         num, width = self._num_more, self._num_layers
-        stock_bytes = 0  # what is there from the start is no part of the bytes of a log
         log: list[Entry] = []
         memory: list[tuple[int, int, int]] = []
         events: dict[int, list[tuple[int, int]]] = {}
@@ -223,7 +222,7 @@ class _Extension:
                 log.append(StorageDied(names.get(entry.storage, entry.storage)))
                 return
             own = isinstance(entry, (LayerEntry, Entered, Left)) and entry.layer >= self._nth * width
-            log.append((self._moved(entry, layers) if own else entry).shifted(num_bytes + stock_bytes))
+            log.append((self._moved(entry, layers) if own else entry).shifted(num_bytes))
 
         forward, backward = self._forward[1], self._backward[1]
         for at, entry in enumerate(self._p.log):

@@ -111,7 +111,8 @@ def _in_flight(
             longer = with_more_in_flight(seen, cut.num_layers, num - traced)
         except NotPeriodicError:
             continue
-        return _with_buffers(longer, seen, traced + turns, layout.microbatches), num + turns
+        tokens_bytes = example["input_ids"].nbytes if isinstance(example, dict) else 0
+        return _with_buffers(longer, seen, traced + turns, layout.microbatches, tokens_bytes), num + turns
     raise AssertionError("a profile that is not extended is as it was")
 
 
@@ -128,13 +129,20 @@ def _cut(model: nn.Module, layout: Layout, pp: int, traced: int) -> tuple[Cut, t
     return replace(whole, index=1, num_stages=traced + 1), layers
 
 
-def _with_buffers(longer: Profile, traced: Profile, num_traced: int, microbatches: int) -> Profile:
-    """Add the buffers of the microbatches that the profile lacks: a stage has one or two for each, from the start."""
+def _with_buffers(longer: Profile, traced: Profile, num_traced: int, microbatches: int, tokens_bytes: int) -> Profile:
+    """Add what there is from the start for the microbatches that the profile lacks.
+
+    A stage has one or two buffers for each, to receive into; the first and the last have the tokens of all of them.
+    """
     there = Counter(num_bytes for _, num_bytes, role in longer.stock if role == "batch")
     number = 1 + max((*longer.storages, *(n for n, _, _ in longer.stock)), default=0)
-    missing: dict[int, int] = {}
+    changed: dict[int, int] = {}
     for num_bytes, count in Counter(num_bytes for _, num_bytes, role in traced.stock if role == "batch").items():
         for _ in range(count // num_traced * microbatches - there[num_bytes]):
-            missing[number + len(missing)] = num_bytes
-    stock = (*longer.stock, *((n, num_bytes, "batch") for n, num_bytes in missing.items()))
-    return replace(longer, stock=stock, storages={**longer.storages, **missing})
+            changed[number + len(changed)] = num_bytes
+    stock = [*longer.stock, *((n, num_bytes, "batch") for n, num_bytes in changed.items())]
+    for at, (n, num_bytes, role) in enumerate(stock):
+        if role == "batch" and num_bytes == num_traced * tokens_bytes:
+            stock[at] = n, microbatches * tokens_bytes, role
+            changed[n] = microbatches * tokens_bytes
+    return replace(longer, stock=tuple(stock), storages={**longer.storages, **changed})

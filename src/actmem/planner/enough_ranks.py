@@ -56,7 +56,7 @@ def enough_ranks(
         whole = p.parameters_bytes + p.gradients_bytes + p.optimizer_bytes
         yield (
             f"Sharding alone is not enough: over any number of ranks, each has {size(peak(_MOST))} of activations and "
-            f"gathered parameters beside its part of {size(whole)} of parameters, gradients and optimizer state. "
+            f"gathered parameters, and its part of {size(whole)} of parameters, gradients and optimizer state. "
             "Divide tensors or layers too: actmem.profile_layout(model, batch, actmem.Layout(tp=8, pp=4))."
         )
         return
