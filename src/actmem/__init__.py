@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         Targets,
         every_second,
     )
+    from actmem.parallelism import StageProfile, profile_layout, profile_stages
     from actmem.plan import Plan
     from actmem.planner import Frontier, Largest, fit, fit_job, frontier, largest
     from actmem.profiles import Profile
@@ -102,6 +103,7 @@ __all__ = [
     "Selective",
     "SelfCheckError",
     "SnapshotError",
+    "StageProfile",
     "StructureError",
     "Targets",
     "Trace",
@@ -122,7 +124,9 @@ __all__ = [
     "offload",
     "predict",
     "profile",
+    "profile_layout",
     "profile_rank",
+    "profile_stages",
     "record",
     "replayable",
     "verify",
@@ -145,6 +149,7 @@ __getattr__, __dir__ = on_first_use(
         "actmem.layout": "Layout",
         "actmem.measuring": "Measurement measure",
         "actmem.modes": "Budget FromPlan Full OffloadActivations Rules SaveEverything Selective Targets every_second",
+        "actmem.parallelism": "StageProfile profile_layout profile_stages",
         "actmem.plan": "Plan",
         "actmem.planner": "Frontier Largest fit fit_job frontier largest",
         "actmem.profiles": "Profile",

@@ -52,16 +52,28 @@ def _forget_meshes() -> None:
 
 @contextlib.contextmanager
 def real_meshes() -> Generator[None]:
-    """Let device meshes be made of real tensors, although a fake mode is active."""
-    from torch.distributed.device_mesh import DeviceMesh
+    """Let device meshes be made of real tensors, although a fake mode is active.
 
-    kind: Any = DeviceMesh
+    Of the groups of a mesh, only those that this rank is in are made: so the work does not grow with the ranks.
+    """
+    import torch.distributed.device_mesh as meshes
+
+    module: Any = meshes
+    group = module.new_group
+
+    def own_group(ranks: list[int] | None = None, **settings: Any) -> Any:
+        is_own = ranks is None or dist.get_rank() in ranks
+        return group(ranks=ranks, **settings) if is_own else dist.GroupMember.NON_GROUP_MEMBER
+
+    kind: Any = meshes.DeviceMesh
     before: dict[str, Any] = {name: vars(kind)[name] for name in _MAKES_MESHES if name in vars(kind)}
     for name, plain in before.items():
         setattr(kind, name, _lifted(plain))
+    module.new_group = own_group
     try:
         yield
     finally:
+        module.new_group = group
         for name, plain in before.items():
             setattr(kind, name, plain)
 

@@ -19,6 +19,7 @@ import torch
 import torch.fx.traceback as _traceback
 import torch.nn.attention as _torch_attention
 import torch.utils.checkpoint as _checkpoint
+from torch._guards import detect_fake_mode
 from torch._prims_common import suggest_memory_format as _suggest
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.function import BackwardCFunction
@@ -35,6 +36,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "active_compiler",
+    "active_fake_mode",
     "after_backward",
     "alias",
     "alias_in_handler",
@@ -98,6 +100,8 @@ selective_contexts: Any = _checkpointing.create_selective_checkpoint_contexts
 apart_from_graphs: Any = _compiler.disable
 """Three public functions that torch leaves untyped."""
 
+active_fake_mode: Any = detect_fake_mode
+"""Return the fake mode that is active, or None."""
 without_fake_mode: Any = unset_fake_temporarily
 """Return a context in which tensors are real, although a fake mode is active."""
 

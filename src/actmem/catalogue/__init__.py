@@ -15,7 +15,19 @@ decisions, plans or tapes, and `import actmem` does not import it.
 """
 
 from actmem.catalogue.builder import build, example, names
-from actmem.catalogue.decoder import Output
+from actmem.catalogue.decoder import CausalLM, Output, next_token_loss
 from actmem.catalogue.model_configs import Config, DecoderConfig, VisionConfig, find, tiny
 
-__all__ = ["Config", "DecoderConfig", "Output", "VisionConfig", "build", "example", "find", "names", "tiny"]
+__all__ = [
+    "CausalLM",
+    "Config",
+    "DecoderConfig",
+    "Output",
+    "VisionConfig",
+    "build",
+    "example",
+    "find",
+    "names",
+    "next_token_loss",
+    "tiny",
+]

@@ -10,7 +10,7 @@ from actmem.catalogue.layers import Embedding, Factory, GatedMLP, Linear, RMSNor
 from actmem.catalogue.model_configs import DecoderConfig
 from actmem.catalogue.moe import MoE
 
-__all__ = ["CausalLM", "Decoder", "DecoderLayer", "Output"]
+__all__ = ["CausalLM", "Decoder", "DecoderLayer", "Output", "next_token_loss"]
 
 _IGNORED = -100
 
@@ -56,7 +56,10 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The embedding and all layers."""
+    """The embedding and all layers. A stage of a pipeline has some of the layers, and may lack the other parts."""
+
+    embed_tokens: Embedding | None
+    norm: RMSNorm | None
 
     def __init__(self, config: DecoderConfig, factory: Factory) -> None:
         super().__init__()
@@ -65,13 +68,20 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, index, factory) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, factory, plus_one=config.gemma_norms)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the normalised residual stream for (batch, positions) tokens."""
+    def forward(self, input_ids: Tensor, length: int | None = None) -> Tensor:
+        """Return the normalised residual stream for (batch, positions) tokens.
+
+        Without an embedding, what is given is the residual stream itself; without a norm, it is returned as it is.
+
+        Args:
+            input_ids: the tokens, or the residual stream.
+            length: number of positions, if another rank has some of them.
+        """
         config = self.config
-        x: Tensor = self.embed_tokens(input_ids)
-        if config.scale_embeddings:
+        x: Tensor = input_ids if self.embed_tokens is None else self.embed_tokens(input_ids)
+        if config.scale_embeddings and self.embed_tokens is not None:
             x = x * config.hidden_size**0.5
-        length = input_ids.shape[1]
+        length = input_ids.shape[1] if length is None else length
         width = config.latent.rope_head_dim if config.latent else config.head_dim
         rotary = sliding = rotary_table(length, width, config.rope_theta, like=x)
         if config.sliding_rope_theta is not None:
@@ -79,9 +89,9 @@ class Decoder(nn.Module):
         mask = None
         if config.window is not None and length > config.window:
             mask = window_mask(length, config.window, sink=config.sinks, like=x)
-        for index, layer in enumerate(self.layers):
-            x = layer(x, sliding, mask) if config.slides(index) else layer(x, rotary, None)
-        return self.norm(x)
+        for layer in self.layers:
+            x = layer(x, sliding, mask) if layer.attention_type == "sliding_attention" else layer(x, rotary, None)
+        return x if self.norm is None else self.norm(x)
 
 
 class CausalLM(nn.Module):
@@ -91,7 +101,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.model = Decoder(config, factory)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
-        if config.tie_embeddings:
+        if config.tie_embeddings and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
@@ -104,6 +114,10 @@ class CausalLM(nn.Module):
         logits: Tensor = self.lm_head(self.model(input_ids))
         if labels is None:
             return Output(None, logits)
-        following = functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
-        wide = logits.float().flatten(0, 1)
-        return Output(functional.cross_entropy(wide, following.flatten(), ignore_index=_IGNORED), logits)
+        return Output(next_token_loss(logits, labels), logits)
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy of predicting each label from the tokens before it; -100 is ignored."""
+    following = functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+    return functional.cross_entropy(logits.float().flatten(0, 1), following.flatten(), ignore_index=_IGNORED)

@@ -25,6 +25,7 @@ __all__ = [
     "Planning",
     "Schema",
     "Show",
+    "Spread",
     "Verify",
 ]
 
@@ -96,7 +97,36 @@ class Planning(Loading):
 
 
 @dataclass(frozen=True)
-class Fit(Planning):
+class Spread:
+    """Options that spread a job over ranks; the fields of `actmem.Layout`."""
+
+    _: KW_ONLY
+    layout: _File = None
+    """Layout of a parallel job, as .json or .toml, instead of the options that follow."""
+    dp_shard: int = 1
+    """Ranks over which FSDP2 divides parameters, gradients and optimizer state, built and profiled as torch does."""
+    dp_replicate: int = 1
+    """Copies of these (HSDP)."""
+    tp: int = 1
+    """Ranks over which tensor parallel divides the matrices of each layer."""
+    sequence_parallel: _Flag = False
+    """Divide the sequence over the same ranks between the matrices."""
+    cp: int = 1
+    """Ranks over which context parallel divides the sequence. Not built yet: refused."""
+    ep: int = 1
+    """Ranks, among those of --dp-shard, over which expert parallel divides the experts. Not built yet: refused."""
+    pp: int = 1
+    """Ranks over which a pipeline divides the layers. --microbatches then defaults to one for each stage."""
+    schedule: _Text = None
+    """Schedule of the pipeline, as torch names it. Default: 1F1B."""
+    virtual: _Number = None
+    """Stages of the pipeline on each rank. Default: as few as the schedule permits."""
+    reshard_after_forward: _Flag = True
+    """Keep what FSDP2 gathered after the forward pass, instead of gathering it again for backward."""
+
+
+@dataclass(frozen=True)
+class Fit(Spread, Planning):
     """Find the fastest plan within a memory budget and show what it costs. Nothing is trained."""
 
     _: KW_ONLY

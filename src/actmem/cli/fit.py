@@ -24,10 +24,13 @@ from actmem.cli.shared import (
     parts_of,
     save_plan,
 )
+from actmem.cli.spread import StageShown, check_spread, fitted_stages, profiled_stages, show_stages
 from actmem.devices import Device
 from actmem.errors import ModeError
+from actmem.layout import Layout
+from actmem.parallelism import StageProfile
 from actmem.plan import Plan
-from actmem.planner import NAMED, Allowance, Frontier, allowance, fit_profiles
+from actmem.planner import NAMED, Allowance, Frontier, allowance
 from actmem.planner import frontier as planner_frontier
 from actmem.profiles import Profile
 from actmem.simulation import NAMES, cost_seconds, is_measured, on_card, step_seconds
@@ -103,12 +106,19 @@ class FitShown(Document):
     """The plan file."""
     written: dict[str, str]
     """The files that were written: plan, report, timeline."""
+    layout: Layout | None
+    """How the job is spread over ranks, if it is."""
+    place: int
+    """The place of the pipeline that all of this is about: the slowest one."""
+    stages: tuple[StageShown, ...]
+    """Every place of the pipeline, if there is one."""
 
 
 def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
     """Find the plan and write the requested files."""
     mistakes = Mistakes()
     chosen = check_planning(asked, mistakes)
+    layout = check_spread(asked, mistakes)
     _check_files(asked, mistakes)
     with mistakes.noted():
         if asked.frontier < 0 or asked.frontier == 1:
@@ -119,10 +129,15 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
         device = measured(chosen, loaded.model)
     allowed = allowance(asked.budget, device, asked.headroom)
     with screen.progress("profiling one step"):
-        profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, device=device, **options_of(asked))
-        profile = on_card(profile, device)
+        if layout is None:
+            profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, device=device, **options_of(asked))
+            stages = [StageProfile(0, 0, on_card(profile, device), 1, 1)]
+        else:
+            stages = profiled_stages(asked, loaded, layout, device)
     with screen.progress("searching for the best plan"):
-        plan = fit_profiles([profile], allowed, device, offload=asked.offload, allocator=asked.allocator)
+        plans, shown_stages = fitted_stages(stages, allowed, device, asked.offload, asked.allocator)
+        slowest = max(shown_stages, key=lambda stage: (stage.step_time_ratio, stage.peak_bytes)).pp
+        profile, plan = stages[slowest].profile, plans[slowest]
         parts, _ = parts_of(profile, plan)
     curve = None
     if asked.frontier:
@@ -130,6 +145,9 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
             curve = planner_frontier(profile, device, num_points=asked.frontier, progress=told)
     modes, points = _compared(profile, device, allowed, curve, plan)
     written = _write(asked, profile, plan, device, allowed, curve, screen)
+    if asked.out is not None and len(stages) > 1:
+        for stage, its in zip(stages, plans, strict=True):
+            save_plan(its, asked.out.with_stem(f"{asked.out.stem}.{stage.pp}"))
     shown = project(
         FitShown,
         plan.predicted,
@@ -143,6 +161,9 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
         frontier=points,
         plan=document_of(plan),
         written=written,
+        layout=layout,
+        place=slowest,
+        stages=tuple(shown_stages) if len(stages) > 1 else (),
     )
     return shown, 0
 
@@ -260,6 +281,11 @@ def show(shown: FitShown, screen: Screen) -> None:
             f"torch (allocator: {shown.allocator or 'the defaults'}), {size(shown.outside_bytes)} outside torch\n",
             markup=False,
         )
+    if shown.layout is not None:
+        out.print(f"{shown.layout!r}: {shown.layout.world} ranks", markup=False)
+    if shown.stages:
+        show_stages(shown.stages, screen)
+        out.print(f"all else here is about place {shown.place}, the slowest\n", markup=False)
     for text in shown.assumptions:
         screen.paragraph(f"not known: {text}")
     for text in shown.notes:

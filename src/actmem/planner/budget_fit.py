@@ -19,6 +19,7 @@ from actmem.plan import FitRecord, Plan
 from actmem.planner.budget_allowance import Allowance, allowance
 from actmem.planner.card_fit import allowed_text, check_allocator, fit_card
 from actmem.planner.compiled_fit import check_compiled, compilation, fit_ladder, make_ladder
+from actmem.planner.enough_ranks import enough_ranks
 from actmem.planner.named_modes import named_keeps, named_steps
 from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, solve
 from actmem.planner.written_plan import write_plan
@@ -518,8 +519,9 @@ def refusal(
         lines[0] += f" No plan of these blocks can be below {size(s.least_peak_bytes)}."
     if s.time_limit_hit:
         lines.append("The search was stopped by time_limit: a longer one may find a smaller peak.")
-    helps = lowering(p, keeps, simulated, exact=exact, offloaded=offloaded, accelerator=accelerator)
+    helps = lowering(p, keeps, simulated, exact=exact, offloaded=offloaded, accelerator=accelerator, shards=())
     lines += [f"What would help: {text}" for text in helps]
+    lines += enough_ranks(p, keeps, budget_bytes, known, exact=exact)
     enough = math.ceil((peak + beyond_bytes) / (1 - headroom) / 2**20) * 2**20
     lines.append(f"Or allow it: {allowed_text(enough)}.")
     if beyond_bytes:

@@ -4,6 +4,7 @@ from actmem.profiling.autocast_lists import card_autocast, for_card
 from actmem.profiling.compiled_step import CompiledRun, CompiledStep, Section
 from actmem.profiling.complaints import called_as
 from actmem.profiling.examples import argument_names, loss_of, named_arguments, shapes_of
+from actmem.profiling.fake_model import fake_part
 from actmem.profiling.kernel_workspaces import KernelWorkspaces
 from actmem.profiling.rank_profile import profile_rank
 from actmem.profiling.restored_state import Restored, generator_states, inputs_of
@@ -21,6 +22,7 @@ __all__ = [
     "called_as",
     "card_autocast",
     "check_step",
+    "fake_part",
     "for_card",
     "generator_states",
     "inputs_of",

@@ -31,9 +31,16 @@ from actmem.measuring import tensors_in
 from actmem.profiling.complaints import as_plain, for_real
 from actmem.profiling.layouts import LAYOUTS
 from actmem.profiling.router_choice import EXCHANGES, RouterChoice
-from actmem.torchcompat import FakeTensor, TorchDispatchMode, has_storage, never_compile, without_fake_mode
+from actmem.torchcompat import (
+    FakeTensor,
+    TorchDispatchMode,
+    active_fake_mode,
+    has_storage,
+    never_compile,
+    without_fake_mode,
+)
 
-__all__ = ["Assuming", "StandIns", "fake_batch", "fake_copy", "rebind", "refuse_recurrent"]
+__all__ = ["Assuming", "StandIns", "fake_batch", "fake_copy", "fake_part", "rebind", "refuse_recurrent"]
 
 _MOST_REAL = 1 << 26
 """Elements up to which integers are real."""
@@ -69,6 +76,11 @@ def fake_copy(
     copied = copy.deepcopy(model, memo)
     rebind(copied, {id(m): memo[id(m)] for m in model.modules() if isinstance(memo.get(id(m)), nn.Module)})
     return copied
+
+
+def fake_part(part: nn.Module) -> nn.Module:
+    """Return a copy of a module without bytes, on the CPU, for the fake mode that is active."""
+    return fake_copy(part, active_fake_mode(), torch.device("cpu"))
 
 
 def refuse_recurrent(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actmem.log_entries import Dropped, Entry, OpRan, PhaseBegan, Unpacked
+from actmem.log_entries import Dropped, OpRan, PhaseBegan, Unpacked
 from actmem.profiles import Cost, Profile
 
 __all__ = ["STEP", "sharded", "with_optimizer", "without_gradients"]
@@ -61,25 +61,42 @@ def without_gradients(profile: Profile, num_bytes: int) -> Profile:
 
 
 def sharded(profile: Profile, num_ranks: int) -> Profile:
-    """Return the profile of one rank. See NOTE [ What sharding takes ].
+    """Return the profile of one rank of so many. See NOTE [ What sharding takes ].
 
     >>> sharded(Profile(), 8).shard
     8
+    >>> sharded(sharded(Profile(), 8), 16) == sharded(Profile(), 16)
+    True
     """
-    if num_ranks == 1:
+    if num_ranks == profile.shard:
         return profile
+    now, before = _sharding(profile, num_ranks), _sharding(profile, profile.shard)
+    log = tuple(e.shifted(a - b) for e, a, b in zip(profile.log, now, before, strict=True))
+    base_bytes = profile.base_bytes + _static(profile, num_ranks) - _static(profile, profile.shard)
+    return replace(profile, shard=num_ranks, base_bytes=base_bytes, log=log)
+
+
+def _static(profile: Profile, num_ranks: int) -> int:
+    """Return how many bytes of parameters, optimizer state and gradients that stay are on other ranks, negative."""
+    held = profile.parameters_bytes + profile.optimizer_bytes
+    held += profile.gradients_bytes if profile.microbatches > 1 else 0
+    return -(held - held // num_ranks)
+
+
+def _sharding(profile: Profile, num_ranks: int) -> list[int]:
+    """Return for each entry of the log how many more bytes are alive on one of so many ranks."""
+    if num_ranks == 1:
+        return [0] * len(profile.log)
     inside = {layer.path: layer for layer in profile.layers}
     in_blocks = sum(layer.parameters_bytes for layer in inside.values())
     largest = max((layer.parameters_bytes for layer in inside.values()), default=0)
     largest_gradients = max((layer.gradients_bytes for layer in inside.values()), default=0)
     outside = profile.parameters_bytes - in_blocks
-    held = profile.parameters_bytes + profile.optimizer_bytes
-    held += profile.gradients_bytes if profile.microbatches > 1 else 0
-    static = -(held - held // num_ranks)
+    static = _static(profile, num_ranks)
     gathered = outside + 2 * largest
     last = {e.layer: at for at, e in enumerate(profile.log) if isinstance(e, (Unpacked, Dropped))}
     done = {at: profile.layers[layer].gradients_bytes for layer, at in last.items()}
-    log: list[Entry] = []
+    found: list[int] = []
     scattered, backward, ended = 0, False, False
     for at, entry in enumerate(profile.log):
         if isinstance(entry, PhaseBegan):
@@ -87,7 +104,7 @@ def sharded(profile: Profile, num_ranks: int) -> Profile:
             if ended and profile.microbatches == 1:
                 scattered = -(profile.gradients_bytes - profile.gradients_bytes // num_ranks)
         buffers = 0 if ended else gathered + (largest_gradients if backward else 0)
-        log.append(entry.shifted(static + buffers + scattered))
+        found.append(static + buffers + scattered)
         if at in done and profile.microbatches == 1:
             scattered -= done[at] - done[at] // num_ranks
-    return replace(profile, shard=num_ranks, base_bytes=profile.base_bytes + static, log=tuple(log))
+    return found

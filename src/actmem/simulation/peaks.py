@@ -125,8 +125,19 @@ def lowering(
     exact: bool,
     offloaded: bool,
     accelerator: bool,
+    shards: Sequence[int] = (2, 8),
 ) -> list[str]:
-    """List what would lower the peak of a step, and to how much."""
+    """List what would lower the peak of a step, and to how much.
+
+    Args:
+        p: the step.
+        keeps: the decisions.
+        simulated: what it takes under them.
+        exact: whether they are followed to the letter.
+        offloaded: whether offloading is permitted already.
+        accelerator: whether it is for a device with memory of its own.
+        shards: numbers of ranks to try.
+    """
     found: list[str] = []
     peak = simulated.peak_bytes
     ground = program(p)
@@ -149,7 +160,7 @@ def lowering(
         if away.peak_bytes < peak and size(away.peak_bytes) != size(peak):
             where = "offload='host' or 'disk'" if accelerator else "offload='disk'"
             found.append(f"{where}: {size(away.peak_bytes)}.")
-    for num_ranks in (2, 8):
+    for num_ranks in shards:
         if p.shard == 1 and not p.is_step:
             one = simulate(sharded(p, num_ranks), keeps, exact=exact).peak_bytes
             if one < peak and size(one) != size(peak):

@@ -1,0 +1,154 @@
+"""Layouts on the command line: from options to a layout, and from a layout to a plan for each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from actmem.cli.commands import Fit
+from actmem.cli.failures import Mistakes
+from actmem.cli.loaded_model import Loaded
+from actmem.cli.schema import Document
+from actmem.cli.screen import Screen, ratio_text, table
+from actmem.devices import Device
+from actmem.errors import ModeError
+from actmem.layout import Layout
+from actmem.parallelism import StageProfile, profile_stages
+from actmem.plan import Plan
+from actmem.planner import Allowance, fit_profiles
+from actmem.simulation import is_accelerator, on_card, predict
+from actmem.units import size
+
+__all__ = ["StageShown", "asked_layout", "check_spread", "fitted_stages", "profiled_stages", "show_stages"]
+
+_SIZES = ("dp_shard", "dp_replicate", "tp", "cp", "ep", "pp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageShown(Document):
+    """What the ranks at one place of a pipeline take under their plan."""
+
+    pp: int
+    """Which place, from 0."""
+    rank: int
+    """The first rank there."""
+    num_blocks: int
+    peak_bytes: int
+    step_time_ratio: float
+    """Step time relative to saving everything, without the time in which the pipeline waits."""
+    plan: int
+    """Which of the plans: the place that it was made for."""
+
+
+def asked_layout(asked: Fit) -> Layout | None:
+    """Return the layout that the options describe; None if none of them was given.
+
+    >>> asked_layout(Fit("llama-3.1-8b", budget="72GiB", tp=8, pp=4))
+    Layout(tp=8, pp=4)
+
+    Raises:
+        ModeError: the layout is not possible, its file cannot be read, or both were given.
+    """
+    given = [f.name for f in fields(Layout) if f.name != "microbatches" and getattr(asked, f.name) != _usual(f.name)]
+    if asked.layout is not None:
+        given += ["microbatches"] if asked.microbatches > 1 else []
+        if given:
+            raise ModeError(f"--layout cannot be combined with --{given[0].replace('_', '-')}. Write it in the file.")
+        try:
+            text = asked.layout.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModeError(f"the layout file {str(asked.layout)!r} cannot be read: {error}. Name another.") from None
+        return Layout.from_toml(text) if asked.layout.suffix == ".toml" else Layout.from_json(text)
+    if not given:
+        return None
+    return Layout(
+        **{name: getattr(asked, name) for name in _SIZES},
+        sequence_parallel=asked.sequence_parallel,
+        reshard_after_forward=asked.reshard_after_forward,
+        schedule=asked.schedule or "",
+        virtual=asked.virtual or 0,
+        microbatches=asked.microbatches if asked.microbatches > 1 or asked.pp == 1 else 0,
+    )
+
+
+def _usual(name: str) -> object:
+    return next(field.default for field in fields(Fit) if field.name == name)
+
+
+def check_spread(asked: Fit, mistakes: Mistakes) -> Layout | None:
+    """Record mistakes in the layout. Returns the layout that was asked for, if any."""
+    layout = None
+    with mistakes.noted():
+        layout = asked_layout(asked)
+    if layout is None:
+        return None
+    refused = {
+        "shard": asked.shard != 1,
+        "optimizer-dtype": asked.optimizer_dtype is not None,
+        "report": asked.report is not None and layout.pp > 1,
+        "timeline": asked.timeline is not None and layout.pp > 1,
+        "fake": not asked.fake,
+    }
+    for name in (name for name, is_given in refused.items() if is_given):
+        with mistakes.noted():
+            raise ModeError(
+                f"--{name} cannot be combined with a layout ({layout!r}): its ranks are built and profiled by torch's "
+                "own functions, on tensors without bytes. Omit it."
+            )
+    return layout
+
+
+def profiled_stages(asked: Fit, loaded: Loaded, layout: Layout, device: Device) -> list[StageProfile]:
+    """Profile the job: one rank for each place of the pipeline."""
+    if loaded.source == "function" and layout.pp > 1 and loaded.loss is not None:
+        raise ModeError("a pipeline computes the loss of a language model, not that of a function. Omit --pp.")
+    found = profile_stages(
+        loaded.model,
+        loaded.batch,
+        layout,
+        loss=loaded.loss,
+        optimizer=None if asked.optimizer == "none" else asked.optimizer,
+        together=True if is_accelerator(device) else None,
+    )
+    return [StageProfile(s.pp, s.rank, on_card(s.profile, device), s.num_profiled, s.microbatches) for s in found]
+
+
+def fitted_stages(
+    stages: Sequence[StageProfile], allowed: Allowance, device: Device, offload: str | None, allocator: str
+) -> tuple[list[Plan], list[StageShown]]:
+    """Find the plan of each stage. A stage in the middle has that of the one before it, which has more in flight.
+
+    The plan of the stage with the most microbatches in flight fits all those after it that have the same blocks, and
+    the slowest of them decides how long a step takes.
+    """
+    plans: list[Plan] = []
+    shown: list[StageShown] = []
+    made: dict[object, int] = {}
+    for stage in stages:
+        key = stage.profile.fingerprint, stage.profile.blocks, stage.pp == 0, stage.pp == len(stages) - 1
+        if key not in made:
+            made[key] = stage.pp
+            plans.append(fit_profiles([stage.profile], allowed, device, offload=offload, allocator=allocator))
+        else:
+            plans.append(plans[made[key]])
+        told = predict(stage.profile, plans[-1], device)
+        shown.append(
+            StageShown(
+                pp=stage.pp,
+                rank=stage.rank,
+                num_blocks=len(stage.profile.blocks),
+                peak_bytes=told.live_bytes,
+                step_time_ratio=told.step_time_ratio,
+                plan=made[key],
+            )
+        )
+    return plans, shown
+
+
+def show_stages(stages: Sequence[StageShown], screen: Screen) -> None:
+    """Print a table of the stages."""
+    made = table("the stages of the pipeline", "place", "first rank", "blocks", "peak", "step time", "plan of")
+    for x in stages:
+        ratio = ratio_text(x.step_time_ratio)
+        made.add_row(str(x.pp), str(x.rank), str(x.num_blocks), size(x.peak_bytes), ratio, str(x.plan))
+    screen.out.print(made)

@@ -1,0 +1,59 @@
+"""What a stage of a pipeline takes is the same whether its microbatches are all profiled or one stands for others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import actmem
+from actmem import Layout
+from actmem.catalogue import build, example, tiny
+from tests.flat_device import FLAT
+
+_CARD = "h100-80gb"
+
+
+def _compare(layout: Layout, *places: int) -> None:
+    config = replace(tiny("llama-3.1-8b"), num_layers=layout.pp)
+    model, batch = build(config, dtype=torch.float32), example(config, batch=2, sequence=16)
+    stages = actmem.profile_stages(model, batch, layout)
+    assert len(stages) == layout.pp
+    assert stages[-1].num_profiled == 3
+    for place in places:
+        stage, whole = stages[place], actmem.profile_layout(model, batch, layout, rank=stages[place].rank)
+        assert stage.profile.base_bytes == whole.base_bytes
+        for mode in (actmem.SaveEverything(), actmem.Full()):
+            short, full = (actmem.predict(p, mode, FLAT).tensor_bytes for p in (stage.profile, whole))
+            assert short == full, (place, mode)
+            short, full = (actmem.predict(p, mode, _CARD).peak_bytes for p in (stage.profile, whole))
+            assert short == full, (place, mode, "on a card")
+
+
+def test_a_microbatch_stands_for_others_to_the_byte() -> None:
+    _compare(Layout(pp=7, microbatches=9), 0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=8, microbatches=8, dp_shard=4),
+        Layout(pp=7, microbatches=12, dp_shard=4, reshard_after_forward=False),
+        Layout(pp=7, microbatches=9, dp_shard=2, tp=2, sequence_parallel=True),
+    ],
+    ids=repr,
+)
+def test_sharded_stages_and_divided_ones_do_too(layout: Layout) -> None:
+    _compare(layout, *range(layout.pp))
+
+
+def test_the_number_of_ranks_makes_no_difference_to_the_work() -> None:
+    config = replace(tiny("llama-3.1-8b"), num_layers=4)
+    model, batch = build(config, dtype=torch.float32), example(config, batch=1, sequence=8)
+    small, large = (
+        actmem.profile_layout(model, batch, Layout(dp_shard=n, tp=2, sequence_parallel=True)) for n in (2, 8192)
+    )
+    assert len(small.log) == len(large.log)
+    assert small.parameters_bytes > large.parameters_bytes > 0
