@@ -92,7 +92,14 @@ STEPS = (
         num_steps=1,
         **_TORCH,
     ),
-    _medium("Wedsonlin+assignment2-systems__medium_128_training", "a100-80gb", 128, further=(20480,) * 2, **_COURSE),
+    _medium(
+        "Wedsonlin+assignment2-systems__medium_128_training",
+        "a100-80gb",
+        128,
+        further=(20480,) * 2,
+        gathers=False,
+        **_COURSE,
+    ),
     _medium(
         "Wedsonlin+assignment2-systems__medium_256_training",
         "a100-80gb",
@@ -101,13 +108,14 @@ STEPS = (
         gathers=False,
         **_COURSE,
     ),
-    _xl("LINYUNLinYun+CS336-assignment2-systems__xl_ctx128_full_step_none", "a100-80gb", 128, **_TORCH),
+    _xl("LINYUNLinYun+CS336-assignment2-systems__xl_ctx128_full_step_none", "a100-80gb", 128, gathers=False, **_TORCH),
     _xl("LINYUNLinYun+CS336-assignment2-systems__xl_ctx512_full_step_none", "a100-80gb", 512, gathers=False, **_TORCH),
     _xl(
         "LINYUNLinYun+CS336-assignment2-systems__xl_ctx128_full_step_bf16",
         "a100-80gb",
         128,
         autocast="forward",
+        gathers=False,
         **_TORCH,
     ),
     RecordedStep(
