@@ -49,15 +49,17 @@ class Rotary(nn.Module):
 
     table: Tensor
 
-    def __init__(self, context: int, width: int, theta: float = 10000.0) -> None:
+    def __init__(self, context: int, width: int, theta: float = 10000.0, *, gathers: bool = True) -> None:
         super().__init__()
+        self.gathers = gathers
+        """Whether rows of the table are gathered, into a new tensor, or are a slice of it."""
         frequencies = theta ** -(torch.arange(0, width, 2) / width)
         angles = torch.outer(torch.arange(context), frequencies)
         self.register_buffer("table", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         first, second = x[..., 0::2], x[..., 1::2]
-        cos_sin = self.table[:, positions]
+        cos_sin = self.table[:, positions] if self.gathers else self.table[:, : x.shape[-2]]
         cos, sin = cos_sin[0], cos_sin[1]
         turned_first = cos * first - sin * second
         turned_second = sin * first + cos * second
@@ -137,10 +139,20 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """The whole model."""
 
-    def __init__(self, num_layers: int, width: int, inner: int, num_heads: int, context: int, vocab: int) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        width: int,
+        inner: int,
+        num_heads: int,
+        context: int,
+        vocab: int,
+        *,
+        gathers: bool = True,
+    ) -> None:
         super().__init__()
         self.token_embeddings = nn.Parameter(torch.empty(vocab, width))
-        rotary = Rotary(context, width // num_heads)
+        rotary = Rotary(context, width // num_heads, gathers=gathers)
         self.layers = nn.ModuleList(Block(width, num_heads, inner, rotary) for _ in range(num_layers))
         self.ln_final = RMSNorm(width)
         self.lm_head = Linear(width, vocab)
