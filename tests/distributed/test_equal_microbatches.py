@@ -32,7 +32,7 @@ def _compare(layout: Layout, *places: int) -> None:
 
 
 def test_a_microbatch_stands_for_others_to_the_byte() -> None:
-    _compare(Layout(pp=7, microbatches=9), 0, 1)
+    _compare(Layout(pp=6, microbatches=8), 0)
 
 
 @pytest.mark.slow
