@@ -253,6 +253,8 @@ class _Extension:
             layers=tuple(layers),
             storages=self._sizes | self._new_sizes,
             stock=(*self._p.stock, *self._new_stock),
+            actions=(),  # the schedule's were for fewer microbatches
+            place=None,
         )
 
 
