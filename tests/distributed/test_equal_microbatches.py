@@ -47,13 +47,3 @@ def test_a_microbatch_stands_for_others_to_the_byte() -> None:
 )
 def test_sharded_stages_and_divided_ones_do_too(layout: Layout) -> None:
     _compare(layout, *range(layout.pp))
-
-
-def test_the_number_of_ranks_makes_no_difference_to_the_work() -> None:
-    config = replace(tiny("llama-3.1-8b"), num_layers=4)
-    model, batch = build(config, dtype=torch.float32), example(config, batch=1, sequence=8)
-    small, large = (
-        actmem.profile_layout(model, batch, Layout(dp_shard=n, tp=2, sequence_parallel=True)) for n in (2, 8192)
-    )
-    assert len(small.log) == len(large.log)
-    assert small.parameters_bytes > large.parameters_bytes > 0
