@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
 
-from actmem import ops
 from actmem.applying.applied_block import BlockRunner, SharedState, applied_runner, install, uninstall
 from actmem.applying.broken_blocks import broken_notes
-from actmem.applying.rule_checks import check_module_glob, check_operator
+from actmem.applying.rule_checks import check_rules
 from actmem.compilercompat import keep_graph_order
-from actmem.decision_rules import Rule, Slices
 from actmem.decisions import Decision
 from actmem.engine import BlockFamily, Compilation, UnseenFunctions, Verdicts, record_compiled_regions, resolve
 from actmem.errors import ApplyError, ModeError, PlanError, StructureError
@@ -33,7 +30,6 @@ __all__ = [
     "Applied",
     "apply",
     "check_offload",
-    "check_rules",
     "device_of",
     "refuse_blocks",
     "refuse_host_on_cpu",
@@ -451,46 +447,6 @@ def refuse_blocks(blocks: tuple[Block, ...]) -> None:
                 f"{block.path or 'the model'} has a forward of its own in the instance (accelerate's hooks put "
                 "one there), which would bypass actmem. "
                 "Apply actmem before the library that sets it."
-            )
-
-
-def check_rules(
-    rules: tuple[Rule, ...],
-    blocks: tuple[Block, ...],
-    every_role: Sequence[dict[str, tuple[str, ...]]],
-    layer_types: Sequence[str | None],
-    model: nn.Module,
-) -> None:
-    """Refuse rules that name what does not exist, or that can match nothing in this model.
-
-    A rule that names an operator in addition to a target or a layer type only narrows: it may find nothing, and the
-    report says so.
-    """
-    for op in dict.fromkeys(rule.op for rule in rules if rule.op is not None):
-        check_operator(op)
-    for rule in rules:
-        if rule.module is not None:
-            check_module_glob(rule, model)
-        chosen = [b for b in blocks if rule.layers is None or Slices.parse(rule.layers).contains(b.index, len(blocks))]
-        if not chosen:
-            raise ModeError(
-                f"layers = {rule.layers!r} selects none of the {len(blocks)} blocks (0 to {len(blocks) - 1}). "
-                f"Name some of these, as in layers='0:{len(blocks)}'."
-            )
-        if rule.op is not None:
-            continue
-        types = sorted({kind for b in chosen if (kind := layer_types[b.index]) is not None})
-        if rule.layer_type is not None and not any(fnmatchcase(kind, rule.layer_type) for kind in types):
-            raise ModeError(
-                f"layer_type = {rule.layer_type!r} matches no block of this model. Types that would match: "
-                f"{', '.join(types) or 'none, this model does not tell its layers apart by type'}."
-                f"{ops.did_you_mean(rule.layer_type, types)}"
-            )
-        if rule.target is not None and not any(rule.target in every_role[b.index] for b in chosen):
-            present = sorted({name for b in chosen for name in every_role[b.index]})
-            raise ModeError(
-                f"target {rule.target!r} matches no module in the blocks of this model. "
-                f"Targets that would match: {', '.join(present) or 'none'}."
             )
 
 

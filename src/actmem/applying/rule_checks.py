@@ -1,21 +1,23 @@
-"""Refuse operators and modules that a rule names and that torch, or the model, does not have."""
+"""Refuse rules that name what torch or the model does not have, or that can match nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from actmem import ops
-from actmem.decision_rules import Rule
+from actmem.decision_rules import Rule, Slices
 from actmem.engine import WHOLE_CALLS
 from actmem.errors import ModeError
+from actmem.structure import Block
 from actmem.torchcompat import all_operator_names, named_modules
 
-__all__ = ["check_module_glob", "check_operator"]
+__all__ = ["check_rules"]
 
 
-def check_operator(selector: str) -> None:
+def _check_operator(selector: str) -> None:
     """Refuse a selector that names no operator that torch knows."""
     if selector in ops.GROUPS or selector == ops.INPUT or selector.startswith(WHOLE_CALLS):
         return
@@ -32,7 +34,7 @@ def check_operator(selector: str) -> None:
             )
 
 
-def check_module_glob(rule: Rule, model: nn.Module) -> None:
+def _check_module_glob(rule: Rule, model: nn.Module) -> None:
     """Refuse a glob that matches no module of the model."""
     assert rule.module is not None
     paths = [path for path, _ in named_modules(model) if path]
@@ -47,3 +49,43 @@ def check_module_glob(rule: Rule, model: nn.Module) -> None:
             f"module = {rule.module!r} matches no module of this model.{hint} A glob is matched against whole "
             f"paths, such as {example!r}: module='*{example.rpartition('.')[1]}{example.rpartition('.')[2]}'."
         )
+
+
+def check_rules(
+    rules: tuple[Rule, ...],
+    blocks: tuple[Block, ...],
+    every_role: Sequence[dict[str, tuple[str, ...]]],
+    layer_types: Sequence[str | None],
+    model: nn.Module,
+) -> None:
+    """Refuse rules that name what does not exist, or that can match nothing in this model.
+
+    A rule that names an operator in addition to a target or a layer type only narrows: it may find nothing, and the
+    report says so.
+    """
+    for op in dict.fromkeys(rule.op for rule in rules if rule.op is not None):
+        _check_operator(op)
+    for rule in rules:
+        if rule.module is not None:
+            _check_module_glob(rule, model)
+        chosen = [b for b in blocks if rule.layers is None or Slices.parse(rule.layers).contains(b.index, len(blocks))]
+        if not chosen:
+            raise ModeError(
+                f"layers = {rule.layers!r} selects none of the {len(blocks)} blocks (0 to {len(blocks) - 1}). "
+                f"Name some of these, as in layers='0:{len(blocks)}'."
+            )
+        if rule.op is not None:
+            continue
+        types = sorted({kind for b in chosen if (kind := layer_types[b.index]) is not None})
+        if rule.layer_type is not None and not any(fnmatchcase(kind, rule.layer_type) for kind in types):
+            raise ModeError(
+                f"layer_type = {rule.layer_type!r} matches no block of this model. Types that would match: "
+                f"{', '.join(types) or 'none, this model does not tell its layers apart by type'}."
+                f"{ops.did_you_mean(rule.layer_type, types)}"
+            )
+        if rule.target is not None and not any(rule.target in every_role[b.index] for b in chosen):
+            present = sorted({name for b in chosen for name in every_role[b.index]})
+            raise ModeError(
+                f"target {rule.target!r} matches no module in the blocks of this model. "
+                f"Targets that would match: {', '.join(present) or 'none'}."
+            )
