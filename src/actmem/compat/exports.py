@@ -92,7 +92,7 @@ def export_plan(profile: Profile, plan: Plan | Mode, to: str, device: Device | s
     >>> import torch, actmem
     >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
     >>> found = actmem.profile(model, (torch.randn(64, 8),), loss=torch.sum, optimizer=None)
-    >>> exported = export_plan(found, actmem.Full(), "torchtitan", "h100-80gb")
+    >>> exported = export_plan(found, actmem.Full(), "torchtitan", actmem.device("h100-80gb").tensors_only())
     >>> print(exported.text, exported.lost)
     [activation_checkpoint]
     mode = "full"
