@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from actmem.profiles import Profile
     from actmem.profiling import profile, profile_rank
     from actmem.reporting import Report, Trace
-    from actmem.settings import Compiled, Offload
+    from actmem.settings import Compiled, Offload, Split
     from actmem.simulation import Prediction, predict
     from actmem.step_recorder import record
     from actmem.verification import Verification, verify
@@ -93,6 +93,7 @@ __all__ = [
     "Rules",
     "SaveEverything",
     "Selective",
+    "Split",
     "SelfCheckError",
     "SnapshotError",
     "StructureError",
@@ -139,7 +140,7 @@ __getattr__, __dir__ = on_first_use(
         "actmem.profiles": "Profile",
         "actmem.profiling": "profile profile_rank",
         "actmem.reporting": "Report Trace",
-        "actmem.settings": "Compiled Offload",
+        "actmem.settings": "Compiled Offload Split",
         "actmem.simulation": "Prediction predict",
         "actmem.step_recorder": "record",
         "actmem.verification": "Verification verify",

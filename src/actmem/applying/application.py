@@ -24,7 +24,8 @@ from actmem.modes import Budget, FromPlan, Mode, Selective
 from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
-from actmem.settings import Offload
+from actmem.settings import Offload, Split
+from actmem.splitting import SplitHead, split_head
 from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
 from actmem.torchcompat import named_modules
 
@@ -57,6 +58,7 @@ class Applied:
         offloader: Offloader | None = None,
         undo: Sequence[Callable[[], None]] = (),
         opaque: UnseenFunctions | None = None,
+        head: SplitHead | None = None,
     ) -> None:
         self.plan = plan
         """The resolved decision: print it, save it, read it back."""
@@ -66,6 +68,7 @@ class Applied:
         self._offloader = offloader
         self._undo = list(undo)
         self._opaque = opaque
+        self._head = head
 
     def report(self) -> Report:
         """Report which engine ran, and what the latest observed step saved, recomputed, and could not replay. Print it.
@@ -114,6 +117,7 @@ class Applied:
             notes.append("pin = True has no meaning here: there is no accelerator, and so no page-locked memory.")
         notes += broken_notes(self._runners)
         notes += [] if self._opaque is None else self._opaque.notes()
+        notes += [] if self._head is None else self._head.notes()
         skipped = [s.path for s in self._runners if s.num_without_gradient and s.decisions is None]
         if skipped:
             notes.append(f"skipped, because no gradient flows through: {paths_of(tuple(skipped))}.")
@@ -164,6 +168,7 @@ def apply(
     engine: Engine = "auto",
     collectives: Collectives = "save",
     opaque: Opaque = "hold",
+    split: Split | None = None,
     example: Any = None,
     step: Callable[[], object] | None = None,
     loss: Callable[[Any], Any] | None = None,
@@ -188,6 +193,9 @@ def apply(
             autograd Function that launches them was declared, by `replayable` or by actmem's table of known libraries.
             "replay" runs every such Function again, as one operator, if it gives the same bits twice in the first
             steps; the report lists which did, and which did not and are held.
+        split: what to compute in pieces of tokens: `Split(loss=16)` computes the logits and the loss in chunks, so that
+            the logits are never there as a whole. Sums over tokens are then added in another order: `plan.bitwise` is
+            False.
         example: a batch, for `Budget`, which profiles the model: a dict for `model(**example)`, or a tuple.
         step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
         loss: a function of the output, for the same; by default `output.loss`.
@@ -211,10 +219,15 @@ def apply(
     """
     profiled = _Profiled(example, step, loss, fake)
     _validate(model, mode, engine, collectives, opaque, profiled)
+    _refuse_split(mode, split)
     if isinstance(mode, Budget):
-        mode = _fitted(model, replace(mode, compiled=False) if engine == "tape" else mode, profiled, blocks, scope)
+        mode = replace(mode, compiled=False) if engine == "tape" else mode
+        mode, split = _fitted(model, mode, profiled, blocks, scope, split), None
         blocks = scope = None  # the plan names its blocks
-    return _install(model, _resolve(model, mode, engine, blocks, scope), engine, collectives, opaque, loss)
+    resolved = _resolve(model, mode, engine, blocks, scope)
+    if split is not None:
+        resolved = resolved._replace(plan=replace(resolved.plan, split=split))
+    return _install(model, resolved, engine, collectives, opaque, loss)
 
 
 # ---------------------------------------------------------------- validate: refuse what cannot be
@@ -280,6 +293,18 @@ def _refuse_profiled(mode: Mode | Plan, profiled: _Profiled) -> None:
         raise ModeError(f"{mode!r} needs a batch to plan for. Write actmem.apply(model, {mode!r}, example=batch).")
 
 
+def _refuse_split(mode: Mode | Plan, split: Split | None) -> None:
+    if split is None:
+        return
+    if not isinstance(split, Split):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
+        raise ModeError(f"split = {split!r} is not a Split. Write split=actmem.Split(loss=16).")
+    if isinstance(mode, (Plan, FromPlan)):
+        raise ModeError(
+            f"split = {split!r} cannot be combined with a plan, which says itself what is split. Make the plan with it: "
+            f"actmem.fit(..., split={split!r})."
+        )
+
+
 def _refuse_combined(mode: Mode | Plan, engine: Engine, collectives: Collectives, opaque: Opaque) -> None:
     if isinstance(mode, Budget) and opaque == "replay":
         raise ModeError(
@@ -342,6 +367,7 @@ def _fitted(
     profiled: _Profiled,
     blocks: str | Sequence[str] | None,
     scope: Sequence[str] | None,
+    split: Split | None,
 ) -> Plan:
     from actmem.planner import fit  # its solver takes a while to import
     from actmem.profiling import called_as
@@ -362,6 +388,7 @@ def _fitted(
             blocks=blocks,
             scope=scope,
             fake=profiled.fake,
+            split=split,
         )
 
 
@@ -527,6 +554,7 @@ def _install(
     loss: Callable[[Any], Any] | None,
 ) -> Applied:
     plan, blocks = resolved.plan, resolved.blocks
+    head = None if plan.split is None else split_head(model, plan.split)
     offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
     shared = SharedState(plan, model)
     unseen = UnseenFunctions(replay=opaque == "replay")
@@ -543,7 +571,9 @@ def _install(
 
         guard = Guard(model, plan, loss)
         undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
-    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen)
+    if head is not None:
+        undo.append(head.remove)
+    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen, head)
 
 
 def _runners(

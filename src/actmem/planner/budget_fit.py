@@ -22,7 +22,7 @@ from actmem.planner.rules_writer import ANY, loosened, write_rules
 from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, solve
 from actmem.profiles import Profile
 from actmem.profiling import called_as, check_step, profiles
-from actmem.settings import STORES, Compiled, Offload
+from actmem.settings import STORES, Compiled, Offload, Split
 from actmem.simulation import (
     Simulated,
     cost_seconds,
@@ -38,6 +38,7 @@ from actmem.simulation import (
     simulate,
     step_seconds,
 )
+from actmem.splitting import split_for_now
 from actmem.structure import check_module, find_blocks
 from actmem.units import parse_budget, size
 
@@ -80,6 +81,7 @@ def fit(
     fake: bool = True,
     time_limit: float = TIME_LIMIT,
     compiled: bool | Compiled | None = None,
+    split: Split | None = None,
 ) -> Plan:
     """Find the plan that trains fastest within a memory budget, and say how far from the best possible it may be.
 
@@ -115,6 +117,7 @@ def fit(
             are, and else each block by inductor; an `actmem.Compiled` says otherwise. The model is compiled under
             several plans for this, on fake tensors, or with `fake=False` for real. `step`, `examples`, `offload` and
             `shard` cannot be combined with it.
+        split: what the plan computes in pieces of tokens, such as `Split(loss=16)`: it is planned with.
 
     Returns:
         The plan. `plan.predicted` has its peak, its step time and the proven bound.
@@ -174,7 +177,12 @@ def fit(
         check_compiled(step=step, examples=examples, offload=offload, shard=shard)
         model = cast("nn.Module", getattr(model, "_orig_mod", model))
         found_blocks = find_blocks(model, blocks, scope)
-    with called_as(f"actmem.fit(model, {what}, budget=..., fake=False)"):
+    if split is not None and how is not None:
+        raise ModeError(
+            f"split = {split!r} cannot be planned for compiled blocks: a head inside a compiled graph is not split. Leave "
+            "one of them out."
+        )
+    with called_as(f"actmem.fit(model, {what}, budget=..., fake=False)"), split_for_now(model, split):
         found = profiles(
             model,
             batches,
@@ -192,7 +200,8 @@ def fit(
     if how is not None:
         ladder = make_ladder(model, found_blocks, batches[0], loss, how, found[0], known, fake=fake)
         return fit_ladder(ladder, allowed.budget_bytes, known, how, headroom=allowed.headroom, fake=fake)
-    return fit_profiles(found, allowed, known, offload=offload, time_limit=time_limit)
+    plan = fit_profiles(found, allowed, known, offload=offload, time_limit=time_limit)
+    return plan if split is None else replace(plan, split=split)
 
 
 def allowance(budget: str | int | float, known: Device, headroom: float | None = None) -> Allowance:

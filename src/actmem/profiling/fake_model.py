@@ -30,6 +30,7 @@ from actmem.errors import UnsupportedError
 from actmem.measuring import tensors_in
 from actmem.profiling.complaints import as_plain, for_real
 from actmem.profiling.layouts import LAYOUTS
+from actmem.splitting import carry_split
 from actmem.torchcompat import FakeTensor, TorchDispatchMode, has_storage, never_compile, without_fake_mode
 
 __all__ = ["Assuming", "StandIns", "fake_batch", "fake_copy", "rebind", "refuse_recurrent"]
@@ -67,6 +68,7 @@ def fake_copy(
         memo[id(other)] = memo[id(first)]
     copied = copy.deepcopy(model, memo)
     rebind(copied, {id(m): memo[id(m)] for m in model.modules() if isinstance(memo.get(id(m)), nn.Module)})
+    carry_split(model, copied)
     return copied
 
 
