@@ -389,6 +389,7 @@ def _fitted(
             scope=scope,
             fake=profiled.fake,
             split=split,
+            allow=mode.allow,
         )
 
 

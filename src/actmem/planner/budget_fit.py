@@ -15,6 +15,7 @@ from actmem.decisions import Decision
 from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
 from actmem.plan import FitRecord, Plan
+from actmem.modes import check_allowed
 from actmem.planner.card_fit import allowed_text, fit_card
 from actmem.planner.compiled_fit import check_compiled, compilation, fit_ladder, make_ladder
 from actmem.planner.named_modes import named_keeps, named_steps
@@ -82,6 +83,7 @@ def fit(
     time_limit: float = TIME_LIMIT,
     compiled: bool | Compiled | None = None,
     split: Split | None = None,
+    allow: Sequence[str] = (),
 ) -> Plan:
     """Find the plan that trains fastest within a memory budget, and say how far from the best possible it may be.
 
@@ -118,6 +120,8 @@ def fit(
             several plans for this, on fake tensors, or with `fake=False` for real. `step`, `examples`, `offload` and
             `shard` cannot be combined with it.
         split: what the plan computes in pieces of tokens, such as `Split(loss=16)`: it is planned with.
+        allow: what the plan may use that changes the order of sums: "split" lets it compute logits and loss in chunks of
+            tokens, where the budget needs that or fewer values are then recomputed.
 
     Returns:
         The plan. `plan.predicted` has its peak, its step time and the proven bound.
@@ -177,31 +181,70 @@ def fit(
         check_compiled(step=step, examples=examples, offload=offload, shard=shard)
         model = cast("nn.Module", getattr(model, "_orig_mod", model))
         found_blocks = find_blocks(model, blocks, scope)
-    if split is not None and how is not None:
+    _check_splits(split, allow)
+    if (split is not None or allow) and how is not None:
         raise ModeError(
-            f"split = {split!r} cannot be planned for compiled blocks: a head inside a compiled graph is not split. Leave "
-            "one of them out."
+            "split and allow cannot be planned for compiled blocks yet: a head inside a compiled graph is not split. "
+            "Omit them, or plan with compiled=False."
         )
-    with called_as(f"actmem.fit(model, {what}, budget=..., fake=False)"), split_for_now(model, split):
-        found = profiles(
-            model,
-            batches,
-            step=step,
-            loss=loss,
-            fake=fake or how is not None,
-            blocks=blocks,
-            scope=scope,
-            routing=routing,
-            optimizer=optimizer,
-            optimizer_dtype=optimizer_dtype,
-            microbatches=microbatches,
-            shard=shard,
-        )
+    def profiled(split: Split | None) -> list[Profile]:
+        with called_as(f"actmem.fit(model, {what}, budget=..., fake=False)"), split_for_now(model, split):
+            return profiles(
+                model,
+                batches,
+                step=step,
+                loss=loss,
+                fake=fake or how is not None,
+                blocks=blocks,
+                scope=scope,
+                routing=routing,
+                optimizer=optimizer,
+                optimizer_dtype=optimizer_dtype,
+                microbatches=microbatches,
+                shard=shard,
+            )
+
+    found = profiled(split)
     if how is not None:
         ladder = make_ladder(model, found_blocks, batches[0], loss, how, found[0], known, fake=fake)
         return fit_ladder(ladder, allowed.budget_bytes, known, how, headroom=allowed.headroom, fake=fake)
-    plan = fit_profiles(found, allowed, known, offload=offload, time_limit=time_limit)
-    return plan if split is None else replace(plan, split=split)
+    def planned(each: Sequence[Profile]) -> Plan:
+        return fit_profiles(each, allowed, known, offload=offload, time_limit=time_limit)
+
+    if "split" not in allow:
+        plan = planned(found)
+        return plan if split is None else replace(plan, split=split)
+    return _with_or_without(planned, found, lambda: profiled(Split(loss="auto")))
+
+
+def _check_splits(split: Split | None, allow: Sequence[str]) -> None:
+    if split is not None and not isinstance(split, Split):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
+        raise ModeError(f"split = {split!r} is not a Split. Write split=actmem.Split(loss=16).")
+    check_allowed(allow)
+    if split is not None and "split" in allow:
+        raise ModeError("split and allow=['split'] cannot be combined: the one says it, the other lets the planner choose.")
+
+
+def _with_or_without(
+    planned: Callable[[Sequence[Profile]], Plan], whole: Sequence[Profile], split: Callable[[], Sequence[Profile]]
+) -> Plan:
+    """Return the plan that recomputes less: that for the whole loss, or that for the loss in chunks."""
+    try:
+        plan = planned(whole)
+    except BudgetError as error:
+        try:
+            return replace(planned(split()), split=Split(loss="auto"))
+        except ModeError:  # there is no head to split
+            raise error from None
+    assert plan.predicted is not None
+    if plan.predicted.step_time_ratio <= 1.0:
+        return plan
+    try:
+        other = replace(planned(split()), split=Split(loss="auto"))
+    except ModeError:
+        return plan
+    assert other.predicted is not None
+    return other if other.predicted.step_time_ratio < plan.predicted.step_time_ratio else plan
 
 
 def allowance(budget: str | int | float, known: Device, headroom: float | None = None) -> Allowance:
