@@ -14,8 +14,8 @@ from actmem.collector import uncollected
 from actmem.decisions import Decision
 from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
-from actmem.plan import FitRecord, Plan
 from actmem.modes import check_allowed
+from actmem.plan import FitRecord, Plan
 from actmem.planner.card_fit import allowed_text, fit_card
 from actmem.planner.compiled_fit import check_compiled, compilation, fit_ladder, make_ladder
 from actmem.planner.named_modes import named_keeps, named_steps
@@ -187,6 +187,7 @@ def fit(
             "split and allow cannot be planned for compiled blocks yet: a head inside a compiled graph is not split. "
             "Omit them, or plan with compiled=False."
         )
+
     def profiled(split: Split | None) -> list[Profile]:
         with called_as(f"actmem.fit(model, {what}, budget=..., fake=False)"), split_for_now(model, split):
             return profiles(
@@ -208,6 +209,7 @@ def fit(
     if how is not None:
         ladder = make_ladder(model, found_blocks, batches[0], loss, how, found[0], known, fake=fake)
         return fit_ladder(ladder, allowed.budget_bytes, known, how, headroom=allowed.headroom, fake=fake)
+
     def planned(each: Sequence[Profile]) -> Plan:
         return fit_profiles(each, allowed, known, offload=offload, time_limit=time_limit)
 
@@ -222,7 +224,9 @@ def _check_splits(split: Split | None, allow: Sequence[str]) -> None:
         raise ModeError(f"split = {split!r} is not a Split. Write split=actmem.Split(loss=16).")
     check_allowed(allow)
     if split is not None and "split" in allow:
-        raise ModeError("split and allow=['split'] cannot be combined: the one says it, the other lets the planner choose.")
+        raise ModeError(
+            "split and allow=['split'] cannot be combined: the one says it, the other lets the planner choose."
+        )
 
 
 def _with_or_without(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from actmem.errors import ModeError
+from actmem.ops import did_you_mean
 from actmem.settings import Split
 from actmem.splitting.deferred_logits import Deferral, DeferredLogits
 from actmem.splitting.row_chunks import Head
@@ -25,9 +27,9 @@ class SplitHead:
     and copies.
     """
 
-    def __init__(self, module: nn.Module, path: str, num_chunks: int, gradients: str) -> None:
+    def __init__(self, module: nn.Module, path: str, num_chunks: int) -> None:
         self.path = path
-        self.deferral = Deferral(num_chunks, gradients)
+        self.deferral = Deferral(num_chunks)
         self._module = module
         self._before = module._compiled_call_impl  # pyright: ignore
         module._compiled_call_impl = self  # pyright: ignore
@@ -45,9 +47,8 @@ class SplitHead:
             return module._call_impl(*args, **kwargs)  # pyright: ignore
         num_rows = hidden.numel() // hidden.shape[-1]
         self.deferral.num_deferred += 1
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        return DeferredLogits(hidden, head, self.deferral, -(-num_rows // self.deferral.num_chunks), dtype=dtype)
+        hidden, head = _cast(hidden, head)
+        return DeferredLogits(hidden, head, self.deferral, -(-num_rows // self.deferral.num_chunks), dtype=hidden.dtype)
 
     def notes(self) -> list[str]:
         """Say what became of the logits, in sentences for a report."""
@@ -78,6 +79,15 @@ def _is_hooked(module: nn.Module) -> bool:
     )
 
 
+def _cast(hidden: Tensor, head: Head) -> tuple[Tensor, Head]:
+    """Cast as autocast would: once, and not again in each chunk."""
+    kind = hidden.device.type
+    if not torch.is_autocast_enabled(kind) or not head.is_linear:
+        return hidden, head
+    dtype = torch.get_autocast_dtype(kind)
+    return hidden.to(dtype), replace(head, weights=tuple(w.to(dtype) for w in head.weights))
+
+
 def _head(module: nn.Module) -> Head:
     if type(module) is nn.Linear:
         return Head(module, tuple(x for x in (module.weight, module.bias) if x is not None), is_linear=True)  # pyright: ignore
@@ -90,13 +100,18 @@ def split_head(model: nn.Module, split: Split) -> SplitHead:
     Raises:
         ModeError: there is no head, or it is none that can be split.
     """
-    module = model.get_submodule(split.head) if split.head is not None else find_head(model)
+    modules = dict(model.named_modules())
+    if split.head is not None and split.head not in modules:
+        raise ModeError(
+            f"head = {split.head!r}: there is no module {split.head!r}.{did_you_mean(split.head, tuple(modules))}"
+        )
+    module = modules[split.head] if split.head is not None else find_head(model)
     if module is None:
         raise ModeError(
             f"no output head was found in {type(model).__name__}, so there is no loss to split. Name it: "
             "Split(loss=16, head='path.of.the.head')."
         )
-    path = next((path for path, m in model.named_modules() if m is module), "")
+    path = next((path for path, m in modules.items() if m is module), "")
     classes, width = getattr(module, "out_features", None), getattr(module, "in_features", None)
     if not isinstance(classes, int) or not isinstance(width, int):
         raise ModeError(
@@ -104,7 +119,7 @@ def split_head(model: nn.Module, split: Split) -> SplitHead:
             "makes the logits: Split(loss=16, head='path.of.the.head')."
         )
     chunks = split.loss if isinstance(split.loss, int) else max(2, -(-classes // width))
-    return SplitHead(module, path, chunks, "forward")
+    return SplitHead(module, path, chunks)
 
 
 def carry_split(original: nn.Module, copied: nn.Module) -> None:
@@ -113,7 +128,7 @@ def carry_split(original: nn.Module, copied: nn.Module) -> None:
     for path, module in original.named_modules():
         found = module._compiled_call_impl  # pyright: ignore
         if isinstance(found, SplitHead):
-            SplitHead(copies[path], path, found.deferral.num_chunks, found.deferral.gradients)
+            SplitHead(copies[path], path, found.deferral.num_chunks)
 
 
 @contextmanager

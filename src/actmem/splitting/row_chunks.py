@@ -21,7 +21,7 @@ from torch.nn import functional
 __all__ = ["Formula", "Head", "row_values", "scalar_sum"]
 
 Formula = Callable[[Tensor, Sequence[Tensor]], Tensor]
-"""A chunk of logits and the same rows of the operands -> one value, or several, for each row; or their sum."""
+"""A chunk of logits and the same rows of the operands -> one value, or several, for each row."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,7 @@ class Head:
         return given @ weights[0].detach() if hidden.requires_grad else None
 
 
-def row_values(
-    head: Head, formula: Formula, chunk_rows: int, hidden: Tensor, operands: Sequence[Tensor]
-) -> Tensor:
+def row_values(head: Head, formula: Formula, chunk_rows: int, hidden: Tensor, operands: Sequence[Tensor]) -> Tensor:
     """Return the formula's value of every row. In the backward pass, each chunk's logits are computed again.
 
     Args:
@@ -88,7 +86,7 @@ def row_values(
 
 
 def scalar_sum(head: Head, formula: Formula, chunk_rows: int, hidden: Tensor, operands: Sequence[Tensor]) -> Tensor:
-    """Return the sum of what the formula gives for each chunk, and find its gradients on the way.
+    """Return the sum of the values of all rows, in float32 or wider, and find its gradients on the way.
 
     The backward pass multiplies them by the gradient of the sum, so no logits are computed twice.
     """
@@ -111,6 +109,10 @@ class _Around:
 def _bounds(num_rows: int, chunk_rows: int) -> Iterator[slice]:
     for begin in range(0, num_rows, chunk_rows):
         yield slice(begin, min(begin + chunk_rows, num_rows))
+
+
+def _wide_sum(values: Tensor) -> Tensor:
+    return values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
 
 
 def _accumulator(weight: Tensor) -> Tensor:
@@ -189,12 +191,12 @@ class _ScalarSum(torch.autograd.Function):
             chunk = hidden[rows].detach().requires_grad_(needs[0])
             beside = [x[rows] for x in operands]
             if not wanted:
-                value = formula(head.logits(chunk, weights), beside)
+                value = _wide_sum(formula(head.logits(chunk, weights), beside))
             else:
                 with torch.enable_grad():
                     logits = _with_graph(head, chunk, weights)
                     leaf = logits.detach().requires_grad_()
-                    value = formula(leaf, beside)
+                    value = _wide_sum(formula(leaf, beside))
                 (of_logits,) = torch.autograd.grad(value, [leaf])
                 value = value.detach()
                 del leaf
@@ -213,8 +215,7 @@ class _ScalarSum(torch.autograd.Function):
         if ctx.is_used:
             raise RuntimeError(
                 "this loss was computed in chunks together with its gradients, and they have been used: a second "
-                "backward pass (retain_graph=True) finds nothing. Apply the model without split, or with "
-                "Split(loss=..., gradients='backward')."
+                "backward pass (retain_graph=True) finds nothing. Apply the model without split."
             )
         ctx.is_used = True
         gradient, sums = ctx.gradient, ctx.sums
