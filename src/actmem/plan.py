@@ -345,7 +345,7 @@ def _explain(error: "ValidationError") -> str:
             return f"{where} = {first['input']!r} is not permitted: {first['msg'].lower()}."
 
 
-def _keys(kind: type[Rule | Plan | Offload | FitRecord]) -> list[str]:
+def _keys(kind: type[Rule | Plan | Offload | FitRecord | Split]) -> list[str]:
     return [field.name for field in fields(kind)]
 
 

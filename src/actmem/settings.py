@@ -146,8 +146,8 @@ class Split:
     __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
     loss: int | Literal["auto"]
-    """Into how many chunks of tokens the logits and the loss are divided. `auto`: chunks of about the bytes of the head's
-    input."""
+    """Into how many chunks of tokens the logits and the loss are divided. `auto`: chunks of about the bytes of the
+    head's input."""
     head: str | None = None
     """The module that makes the logits. None: it is found."""
 

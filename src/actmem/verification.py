@@ -54,7 +54,8 @@ class Rounding:
         verdict = "no further" if self.ok else "further"
         return (
             f"at most {self.largest_ulps:.3g} ulps from plain training, in {self.where}; from a float64 reference "
-            f"{self.split_error:.3g}, plain training {self.plain_error:.3g}: {verdict} than {SPLIT_FACTOR:g} times as far"
+            f"{self.split_error:.3g}, plain training {self.plain_error:.3g}: {verdict} than {SPLIT_FACTOR:g} times as "
+            "far"
         )
 
 
@@ -201,16 +202,17 @@ def _reference(
     """Run the plain step on a copy of the model in float64."""
     model = copy.deepcopy(model).double()
     wide = {id(t): t.detach().double().requires_grad_(t.requires_grad) for t in inputs.values()}
-    doubled = [tree_map(lambda x: _doubled(x, wide), batch) for batch in batches]
+
+    def doubled(x: Any) -> Any:
+        if id(x) in wide:
+            return wide[id(x)]
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
     kind = next(model.parameters()).device.type
     with torch.autocast(kind, enabled=False):
-        return _step(model, doubled, {n: wide[id(t)] for n, t in inputs.items()}, loss, seed, forwards)
-
-
-def _doubled(x: Any, wide: dict[int, Tensor]) -> Any:
-    if id(x) in wide:
-        return wide[id(x)]
-    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        return _step(
+            model, tree_map(doubled, batches), {n: wide[id(t)] for n, t in inputs.items()}, loss, seed, forwards
+        )
 
 
 def _rounding(plain: _Outcome, split: _Outcome, truth: _Outcome) -> Rounding:

@@ -1,4 +1,4 @@
-"""Logits that are computed in chunks: what comes out is what plain torch gives, and whole logits are made only on demand."""
+"""Logits in chunks: what comes out is what plain torch gives, and whole logits are made only on demand."""
 
 from __future__ import annotations
 

@@ -150,7 +150,14 @@ def test_a_loop_of_ones_own_and_whoever_needs_whole_logits_are_served() -> None:
 
 
 def test_a_head_without_tokens_costs_nothing_and_trains_as_before() -> None:
-    config = ViTConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8)  # fmt: skip
+    config = ViTConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+    )
     torch.manual_seed(0)
     model = ViTForImageClassification(config)
     given = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])}
@@ -170,9 +177,12 @@ def test_a_head_without_tokens_costs_nothing_and_trains_as_before() -> None:
         (lambda m: actmem.apply(m, actmem.Full(), split=actmem.Split(loss=4, head="model.norm")), "no linear layer"),
         (lambda m: actmem.apply(m, actmem.Full(), split=actmem.Split(loss=4, head="modle")), "no module 'modle'"),
         (lambda m: actmem.fit(m, batch(), budget="1GiB", allow=["everything"]), "Expected a list of: split"),
-        (lambda m: actmem.fit(m, batch(), budget="1GiB", allow=["split"], split=actmem.Split(loss=4)), "cannot be combined"),
+        (
+            lambda m: actmem.fit(m, batch(), budget="1GiB", allow=["split"], split=actmem.Split(loss=4)),
+            "cannot be combined",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_split_is_refused(wrong: Any, said: str) -> None:
     model = made(llama)
     with pytest.raises(ModeError, match=said):

@@ -300,8 +300,8 @@ def _refuse_split(mode: Mode | Plan, split: Split | None) -> None:
         raise ModeError(f"split = {split!r} is not a Split. Write split=actmem.Split(loss=16).")
     if isinstance(mode, (Plan, FromPlan)):
         raise ModeError(
-            f"split = {split!r} cannot be combined with a plan, which says itself what is split. Make the plan with it: "
-            f"actmem.fit(..., split={split!r})."
+            f"split = {split!r} cannot be combined with a plan, which says itself what is split. Make the plan with "
+            f"it: actmem.fit(..., split={split!r})."
         )
 
 

@@ -120,8 +120,8 @@ def fit(
             several plans for this, on fake tensors, or with `fake=False` for real. `step`, `examples`, `offload` and
             `shard` cannot be combined with it.
         split: what the plan computes in pieces of tokens, such as `Split(loss=16)`: it is planned with.
-        allow: what the plan may use that changes the order of sums: "split" lets it compute logits and loss in chunks of
-            tokens, where the budget needs that or fewer values are then recomputed.
+        allow: what the plan may use that changes the order of sums: "split" lets it compute logits and loss in chunks
+            of tokens, where the budget needs that or fewer values are then recomputed.
 
     Returns:
         The plan. `plan.predicted` has its peak, its step time and the proven bound.

@@ -3,15 +3,16 @@
 NOTE [ Logits in chunks ]
 
 The logits of a language model are its largest tensor, and the loss makes several of them. What is wanted of them is
-small: a number, or a few for each token. A token's row of logits depends on no other row, so rows can be computed chunk by
-chunk, used, and let go. For that the model need not be edited: the head returns a `DeferredLogits`, a tensor with shape,
-dtype and device but without values, which knows the head's input (`hidden`) and what has been done to the rows since
-(`node`).
+small: a number, or a few for each token. A token's row of logits depends on no other row, so rows can be computed chunk
+by chunk, used, and let go. For that the model need not be edited: the head returns a `DeferredLogits`, a tensor with
+shape, dtype and device but without values, which knows the head's input (`hidden`) and what has been done to the rows
+since (`node`).
 
-- Views that leave rows whole are views of `hidden`. Operators that treat every row by itself are noted down (`row_rules`).
-- Functions that reduce rows (a loss, log-probabilities of given tokens, an entropy) run in chunks (`row_chunks`). torch's
-  own chunked loss runs where it can; the others find the gradients in the forward pass, if they are sums over all rows, or
-  compute the logits of each chunk again in the backward pass.
+- Views that leave rows whole are views of `hidden`. Operators that treat every row by itself are noted down
+  (`row_rules`).
+- Functions that reduce rows (a loss, log-probabilities of given tokens, an entropy) run in chunks (`row_chunks`).
+  torch's own chunked loss runs where it can; the others find the gradients in the forward pass, if they are sums over
+  all rows, or compute the logits of each chunk again in the backward pass.
 - Everything else makes the tensor real: once, by the operators that would have run without the split, so that autograd
   sees what it always saw. Who asked for it is counted.
 - Overrides happen at the level of torch functions, above autograd. A call that comes in below has lost the gradient
@@ -22,6 +23,7 @@ dtype and device but without values, which knows the head's input (`hidden`) and
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -126,7 +128,7 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def __new__(
-        cls,
+        cls: type[DeferredLogits],
         hidden: Tensor,
         head: Head,
         deferral: Deferral,
@@ -139,7 +141,8 @@ class DeferredLogits(Tensor):
     ) -> DeferredLogits:
         """Create one for a head's input."""
         needs = any(x.requires_grad for x in (hidden, *head.weights, *operands))
-        self: DeferredLogits = torch.Tensor._make_wrapper_subclass(  # pyright: ignore # torch leaves it untyped
+        make: Any = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+        self: DeferredLogits = make(
             cls,
             (*hidden.shape[:-1], head.num_classes),
             dtype=dtype,
@@ -149,7 +152,7 @@ class DeferredLogits(Tensor):
         self.hidden, self.head, self.deferral, self.chunk_rows = hidden, head, deferral, chunk_rows
         self.node, self.operands, self.remake, self.made = node, operands, remake, None
         self.parent, self.children = None, []
-        self.versions = [w._version for w in head.weights]
+        self.versions = _versions(head)
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -161,7 +164,7 @@ class DeferredLogits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
                 return func(*args, **kwargs)
         rule = RULES.get(func)
         if rule is not None and all(x.made is None for x in _deferred(args, kwargs)):
@@ -176,8 +179,8 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise UnsupportedError(
-            f"{func} was called on logits that are computed in chunks, from below torch's Python overrides, where their "
-            "gradient is lost. Use them through torch's own functions, or apply the model without split."
+            f"{func} was called on logits that are computed in chunks, from below torch's Python overrides, where "
+            "their gradient is lost. Use them through torch's own functions, or apply the model without split."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -185,10 +188,10 @@ class DeferredLogits(Tensor):
         return repr(self.whole("repr"))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self.whole("copy.deepcopy").__deepcopy__(memo)  # pyright: ignore # torch leaves it untyped
+        return copy.deepcopy(self.whole("copy.deepcopy"), memo)
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        return self.whole("pickle").__reduce_ex__(proto)
+        return self.whole("pickle").__reduce_ex__(proto)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
     def whole(self, who: str) -> Tensor:
         """Return the tensor as it would have been without the split. It is made once."""
@@ -207,7 +210,7 @@ class DeferredLogits(Tensor):
         Raises:
             VersionError: they have, so these logits are gone.
         """
-        if self.versions != [w._version for w in self.head.weights]:
+        if self.versions != _versions(self.head):
             raise VersionError(
                 "these logits were not kept: they are computed in chunks where they are used, and the head's weights "
                 "have been written since, as by an optimizer's step. Use them before that, or apply the model without "
@@ -227,8 +230,8 @@ class DeferredLogits(Tensor):
         alive = sum(ref() is not None for refs in others for ref in refs)
         if alive > len(others) - 1 and self.made is None:
             raise UnsupportedError(
-                f"{name_of(func)} at {_caller()} writes in place on logits that are computed in chunks, and other tensors "
-                "were made from them. Write out of place there, or apply the model without split."
+                f"{name_of(func)} at {_caller()} writes in place on logits that are computed in chunks, and other "
+                "tensors were made from them. Write out of place there, or apply the model without split."
             )
 
     def derived(
@@ -254,6 +257,10 @@ class DeferredLogits(Tensor):
         other.versions, other.parent = self.versions, self
         self.children.append(weakref.ref(other))
         return other
+
+
+def _versions(head: Head) -> list[int]:
+    return [w._version for w in head.weights]
 
 
 def _deferred(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DeferredLogits]:
@@ -299,7 +306,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 def _caller() -> str:
     """Return the line that called torch, as file and number."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and ("/actmem/splitting/" in (path := frame.f_code.co_filename) or "/torch/" in path):
         frame = frame.f_back
     return "an unknown line" if frame is None else f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"

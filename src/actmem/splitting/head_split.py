@@ -16,6 +16,7 @@ from actmem.settings import Split
 from actmem.splitting.deferred_logits import Deferral, DeferredLogits
 from actmem.splitting.row_chunks import Head
 from actmem.structure import find_head
+from actmem.torchcompat import named_modules
 
 __all__ = ["SplitHead", "carry_split", "split_for_now", "split_head"]
 
@@ -30,21 +31,22 @@ class SplitHead:
     def __init__(self, module: nn.Module, path: str, num_chunks: int) -> None:
         self.path = path
         self.deferral = Deferral(num_chunks)
-        self._module = module
-        self._before = module._compiled_call_impl  # pyright: ignore
-        module._compiled_call_impl = self  # pyright: ignore
+        self._module: Any = module
+        self._before = self._module._compiled_call_impl
+        self._module._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return deferred logits in training, and otherwise what the head returns."""
         module = self._module
         if torch.compiler.is_compiling():
             self.deferral.in_graphs = True
-            return module._call_impl(*args, **kwargs)  # pyright: ignore
+            return module._call_impl(*args, **kwargs)
         hidden = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(hidden, Tensor) or not (module.training and torch.is_grad_enabled()) or _is_hooked(module):
-            return module._call_impl(*args, **kwargs)  # pyright: ignore
+            return module._call_impl(*args, **kwargs)
         head = _head(module)
         if not any(x.requires_grad for x in (hidden, *head.weights)):
-            return module._call_impl(*args, **kwargs)  # pyright: ignore
+            return module._call_impl(*args, **kwargs)
         num_rows = hidden.numel() // hidden.shape[-1]
         self.deferral.num_deferred += 1
         hidden, head = _cast(hidden, head)
@@ -66,16 +68,16 @@ class SplitHead:
 
     def remove(self) -> None:
         """Let the head compute its output itself again."""
-        self._module._compiled_call_impl = self._before  # pyright: ignore
+        self._module._compiled_call_impl = self._before
 
 
 def _counted(counts: dict[str, int]) -> str:
     return ", ".join(name if num == 1 else f"{name} ({num} times)" for name, num in counts.items())
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def _is_hooked(module: Any) -> bool:
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks  # pyright: ignore
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 
@@ -90,7 +92,8 @@ def _cast(hidden: Tensor, head: Head) -> tuple[Tensor, Head]:
 
 def _head(module: nn.Module) -> Head:
     if type(module) is nn.Linear:
-        return Head(module, tuple(x for x in (module.weight, module.bias) if x is not None), is_linear=True)  # pyright: ignore
+        weights: list[Tensor | None] = [module.weight, module.bias]
+        return Head(module, tuple(w for w in weights if w is not None), is_linear=True)
     return Head(module, tuple(p for p in module.parameters() if p.requires_grad), is_linear=False)
 
 
@@ -100,7 +103,7 @@ def split_head(model: nn.Module, split: Split) -> SplitHead:
     Raises:
         ModeError: there is no head, or it is none that can be split.
     """
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     if split.head is not None and split.head not in modules:
         raise ModeError(
             f"head = {split.head!r}: there is no module {split.head!r}.{did_you_mean(split.head, tuple(modules))}"
@@ -115,8 +118,8 @@ def split_head(model: nn.Module, split: Split) -> SplitHead:
     classes, width = getattr(module, "out_features", None), getattr(module, "in_features", None)
     if not isinstance(classes, int) or not isinstance(width, int):
         raise ModeError(
-            f"the head {path or 'of the model'} is a {type(module).__name__}, which is no linear layer. Name the one that "
-            "makes the logits: Split(loss=16, head='path.of.the.head')."
+            f"the head {path or 'of the model'} is a {type(module).__name__}, which is no linear layer. Name the one "
+            "that makes the logits: Split(loss=16, head='path.of.the.head')."
         )
     chunks = split.loss if isinstance(split.loss, int) else max(2, -(-classes // width))
     return SplitHead(module, path, chunks)
@@ -124,9 +127,9 @@ def split_head(model: nn.Module, split: Split) -> SplitHead:
 
 def carry_split(original: nn.Module, copied: nn.Module) -> None:
     """Split the head of a copy as that of the original is split: copies of a model do not carry it over."""
-    copies = dict(copied.named_modules())
-    for path, module in original.named_modules():
-        found = module._compiled_call_impl  # pyright: ignore
+    copies = dict(named_modules(copied))
+    for path, module in named_modules(original):
+        found = vars(module).get("_compiled_call_impl")
         if isinstance(found, SplitHead):
             SplitHead(copies[path], path, found.deferral.num_chunks)
 

@@ -59,7 +59,7 @@ class Head:
         if not self.is_linear:
             wanted = [(i, w) for i, w in enumerate(weights) if sums[i] is not None]
             inputs = [hidden] if hidden.requires_grad else []
-            found = torch.autograd.grad(logits, [*inputs, *(w for _, w in wanted)], given, allow_unused=True)
+            found = _gradients(logits, [*inputs, *(w for _, w in wanted)], given)
             for (i, _), gradient in zip(wanted, found[len(inputs) :], strict=True):
                 if gradient is not None and (total := sums[i]) is not None:
                     total += gradient
@@ -81,8 +81,7 @@ def row_values(head: Head, formula: Formula, chunk_rows: int, hidden: Tensor, op
         hidden: a row for each token.
         operands: tensors with as many rows, such as targets.
     """
-    made: Tensor = _RowValues.apply(head, formula, chunk_rows, len(head.weights), hidden, *head.weights, *operands)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType, reportAssignmentType]
-    return made
+    return _applied(_RowValues, head, formula, chunk_rows, hidden, operands)
 
 
 def scalar_sum(head: Head, formula: Formula, chunk_rows: int, hidden: Tensor, operands: Sequence[Tensor]) -> Tensor:
@@ -90,8 +89,19 @@ def scalar_sum(head: Head, formula: Formula, chunk_rows: int, hidden: Tensor, op
 
     The backward pass multiplies them by the gradient of the sum, so no logits are computed twice.
     """
-    made: Tensor = _ScalarSum.apply(head, formula, chunk_rows, len(head.weights), hidden, *head.weights, *operands)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType, reportAssignmentType]
-    return made
+    return _applied(_ScalarSum, head, formula, chunk_rows, hidden, operands)
+
+
+def _applied(
+    function: type[torch.autograd.Function],
+    head: Head,
+    formula: Formula,
+    chunk_rows: int,
+    hidden: Tensor,
+    operands: Sequence[Tensor],
+) -> Tensor:
+    apply: Any = function.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] # untyped
+    return apply(head, formula, chunk_rows, len(head.weights), hidden, *head.weights, *operands)
 
 
 class _Around:
@@ -159,7 +169,7 @@ class _RowValues(torch.autograd.Function):
                 leaf = logits.detach().requires_grad_()
                 value = ctx.formula(leaf, beside)
             wanted = [leaf, *(x for x in beside if x.requires_grad)]
-            found = list(torch.autograd.grad(value, wanted, given[rows], allow_unused=True))
+            found = _gradients(value, wanted, given[rows])
             of_logits = found.pop(0)
             for other in others:
                 if other is not None and (part := found.pop(0)) is not None:
@@ -224,6 +234,11 @@ class _ScalarSum(torch.autograd.Function):
             if x is not None:
                 x.mul_(given.to(x.dtype))
         return None, None, None, None, gradient, *sums, *[None] * ctx.num_operands
+
+
+def _gradients(output: Tensor, inputs: Sequence[Tensor], given: Tensor) -> list[Tensor | None]:
+    """Return the gradient of each input; None where the output does not depend on it."""
+    return list(torch.autograd.grad(output, inputs, given, allow_unused=True))
 
 
 def _with_graph(head: Head, chunk: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ Func = Callable[..., Any]
 Rule = Callable[[Func, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _named(*names: str) -> list[Func]:
+def _named(names: str) -> list[Func]:
     """Return the functions and methods of these names."""
-    return [f for name in names for owner in (Tensor, torch) if callable(f := getattr(owner, name, None))]
+    return [f for name in names.split() for owner in (Tensor, torch) if callable(f := getattr(owner, name, None))]
 
 
 def _rule(*funcs: Func) -> Callable[[Rule], Rule]:
@@ -45,31 +45,11 @@ def _rule(*funcs: Func) -> Callable[[Rule], Rule]:
     return register
 
 
-METADATA.update(
-    getattr(Tensor, name).__get__
-    for name in [
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "requires_grad",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_sparse",
-        "is_quantized",
-        "is_nested",
-        "itemsize",
-        "nbytes",
-    ]
-)
-METADATA.update(
-    _named(
-        "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__"
-    )
-)
-METADATA.add(Tensor.get_device)
+_PROPERTIES = "shape dtype device layout ndim requires_grad itemsize nbytes"
+_KINDS = "is_cuda is_cpu is_meta is_sparse is_quantized is_nested"
+_MEASURES = "size dim ndimension numel nelement element_size is_floating_point is_complex __len__"
+METADATA.update(getattr(Tensor, name).__get__ for name in f"{_PROPERTIES} {_KINDS}".split())
+METADATA.update({*_named(_MEASURES), Tensor.get_device})
 
 
 # ---------------------------------------------------------------- views
@@ -81,7 +61,7 @@ def _same(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if len(args) == 1 and not kwargs else NotImplemented
 
 
-@_rule(*_named("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"))
+@_rule(*_named("view reshape flatten unflatten squeeze unsqueeze view_as reshape_as"))
 def _reshaped(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if not isinstance(x, DeferredLogits) or any(isinstance(a, (torch.dtype, DeferredLogits)) for a in args[1:]):
@@ -94,15 +74,14 @@ def _reshaped(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @_rule(Tensor.__getitem__)
 def _indexed(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, given = args
-    index: tuple[Any, ...] = given if isinstance(given, tuple) else (given,)
+    x, index = args[0], cast("tuple[Any, ...]", args[1] if isinstance(args[1], tuple) else (args[1],))
     if not isinstance(x, DeferredLogits) or any(isinstance(i, (DeferredLogits, list)) for i in index):
         return NotImplemented
     taken = _num_taken(index)
     ends = any(i is Ellipsis for i in index) and index[-1] is not Ellipsis
     if (taken >= x.dim() or ends) and not (isinstance(index[-1], slice) and index[-1] == slice(None)):
         return NotImplemented  # classes are taken, not rows
-    return _view(x, x.hidden[index], func, (given,), kwargs)
+    return _view(x, x.hidden[index], func, args[1:], kwargs)
 
 
 def _num_taken(index: tuple[Any, ...]) -> int:
@@ -111,7 +90,7 @@ def _num_taken(index: tuple[Any, ...]) -> int:
     return sum(i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else 1 for i in about)
 
 
-@_rule(*_named("split", "chunk", "unbind"), Tensor.__iter__)
+@_rule(*_named("split chunk unbind"), Tensor.__iter__)
 def _divided(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, *rest = args
     if not isinstance(x, DeferredLogits):
@@ -139,34 +118,11 @@ def _view(x: DeferredLogits, hidden: Tensor, func: Func, args: tuple[Any, ...], 
 
 # ---------------------------------------------------------------- operators on rows
 
-CASTS = {*_named("float", "double", "half", "bfloat16", "type"), Tensor.to}
-ELEMENTWISE = {
-    *CASTS,
-    *_named(
-        *[
-            "tanh",
-            "exp",
-            "log",
-            "neg",
-            "abs",
-            "sigmoid",
-            "square",
-            "sqrt",
-            "clamp",
-            "clamp_min",
-            "clamp_max",
-            "nan_to_num",
-            "detach",
-        ]
-    ),
-    *_named(
-        *["add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "rsub", "pow", "masked_fill"]
-    ),
-    *(
-        getattr(Tensor, f"__{name}__")
-        for name in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow"]
-    ),
-}
+CASTS = {*_named("float double half bfloat16 type"), Tensor.to}
+_OF_ONE = "tanh exp log neg abs sigmoid square sqrt clamp clamp_min clamp_max nan_to_num detach"
+_OF_TWO = "add sub subtract mul multiply div divide true_divide rsub pow masked_fill"
+_SIGNS = "add radd sub rsub mul rmul truediv rtruediv neg pow"
+ELEMENTWISE = {*CASTS, *_named(f"{_OF_ONE} {_OF_TWO}"), *(getattr(Tensor, f"__{sign}__") for sign in _SIGNS.split())}
 
 
 @_rule(*ELEMENTWISE)
@@ -176,7 +132,7 @@ def _elementwise(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return args[0] if is_cast and noted.dtype == args[0].dtype else noted
 
 
-@_rule(functional.log_softmax, functional.softmax, *_named("log_softmax", "softmax"))
+@_rule(functional.log_softmax, functional.softmax, *_named("log_softmax softmax"))
 def _along_rows(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     along = _with_last(args, kwargs)
     return NotImplemented if along is None else _noted(func, *along)
@@ -186,8 +142,9 @@ def _with_last(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     """Return the arguments with `dim` as -1, if it is the dimension of the classes."""
     x = args[0]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if isinstance(dim, (tuple, list)) and len(dim) == 1:
-        (dim,) = dim
+    if isinstance(dim, (tuple, list)):
+        dims = cast("Sequence[Any]", dim)
+        dim = dims[0] if len(dims) == 1 else None
     if not isinstance(x, DeferredLogits) or type(dim) is not int or dim % x.dim() != x.dim() - 1:
         return None
     return (args, {**kwargs, "dim": -1}) if "dim" in kwargs else ((x, -1, *args[2:]), kwargs)
@@ -250,7 +207,7 @@ def _noted(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # ---------------------------------------------------------------- values
 
 
-@_rule(*_named("logsumexp", "sum", "mean", "amax", "amin", "argmax", "argmin", "gather"))
+@_rule(*_named("logsumexp sum mean amax amin argmax argmin gather"))
 def _reduced(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute a value, or a few, for each row."""
     along = _with_last(args, kwargs)
@@ -274,21 +231,12 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-_LOSS_ARGUMENTS = [
-    "input",
-    "target",
-    "weight",
-    "size_average",
-    "ignore_index",
-    "reduce",
-    "reduction",
-    "label_smoothing",
-]
+_LOSS_ARGUMENTS = "input target weight size_average ignore_index reduce reduction label_smoothing"
 
 
 @_rule(functional.cross_entropy, functional.nll_loss)
 def _loss(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = dict(zip(_LOSS_ARGUMENTS, args, strict=False)) | kwargs
+    given = dict(zip(_LOSS_ARGUMENTS.split(), args, strict=False)) | kwargs
     x, target, weight = given["input"], given["target"], given.get("weight")
     if (
         not isinstance(x, DeferredLogits)
