@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def bitwise(self) -> bool:
-        """Whether losses and gradients are those of plain training to the bit. A split adds sums in another order."""
+        """Whether losses and gradients are bitwise those of plain training. A split adds sums in another order."""
         return self.split is None
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, cast
 from actmem.errors import ModeError
 from actmem.ops import did_you_mean
 
-__all__ = ["STORES", "STRICT", "Compiled", "Offload", "Place", "Split", "StoreKind"]
+__all__ = ["STORES", "STRICT", "Compiled", "Offload", "Place", "Split", "StoreKind", "check_split"]
 
 Place = Literal["host", "disk"]
 
@@ -156,3 +156,17 @@ class Split:
             raise ModeError(f"loss = {self.loss!r} is not permitted. Expected a number of chunks, or 'auto'.")
         if self.head is not None and not isinstance(self.head, str):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
             raise ModeError(f"head = {self.head!r} is not the path of a module. Expected one such as 'lm_head'.")
+
+
+def check_split(split: object, *, with_plan: bool = False) -> None:
+    """Refuse what is not a Split, and a Split together with a plan.
+
+    >>> check_split(Split(loss=16))
+    """
+    if not isinstance(split, Split):
+        raise ModeError(f"split = {split!r} is not a Split. Write split=actmem.Split(loss=16).")
+    if with_plan:
+        raise ModeError(
+            f"split = {split!r} cannot be combined with a plan, which says itself what is split. Make the plan with "
+            f"it: actmem.fit(..., split={split!r})."
+        )

@@ -47,7 +47,7 @@ class Rounding:
 
     @property
     def ok(self) -> bool:
-        """Whether the split step is no further from the reference than the plain one, up to the factor 2."""
+        """Whether the split step is at most twice as far from the reference as the plain one."""
         return self.split_error <= SPLIT_FACTOR * self.plain_error
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ def verify(
         loss: a function of the output; by default `output.loss`, or the output itself if it is a scalar.
         blocks: as for `apply`.
         split: as for `apply`. Losses and gradients are then compared with those of a copy of the model in float64: they
-            must not be more than twice as far from these as plain training's are. All else must be equal to the bit.
+            must not be more than twice as far from these as plain training's are. All else must be bitwise equal.
         seed: seed of the random generators in every run.
         forwards: how many forward passes of a batch run before its backward pass, which starts from the sum of their
             losses.

@@ -37,6 +37,7 @@ PROMISED = {
     "Selective",
     "SelfCheckError",
     "SnapshotError",
+    "Split",
     "StructureError",
     "Targets",
     "Trace",

@@ -174,7 +174,7 @@ def test_a_head_without_tokens_costs_nothing_and_trains_as_before() -> None:
     [
         (lambda m: actmem.apply(m, actmem.Full(), split=16), "is not a Split"),
         (lambda m: actmem.Split(loss=0), "number of chunks"),
-        (lambda m: actmem.apply(m, actmem.Full(), split=actmem.Split(loss=4, head="model.norm")), "no linear layer"),
+        (lambda m: actmem.apply(m, actmem.Full(), split=actmem.Split(loss=4, head="model.norm")), "not a linear layer"),
         (lambda m: actmem.apply(m, actmem.Full(), split=actmem.Split(loss=4, head="modle")), "no module 'modle'"),
         (lambda m: actmem.fit(m, batch(), budget="1GiB", allow=["everything"]), "Expected a list of: split"),
         (

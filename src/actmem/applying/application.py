@@ -24,7 +24,7 @@ from actmem.modes import Budget, FromPlan, Mode, Selective
 from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
-from actmem.settings import Offload, Split
+from actmem.settings import Offload, Split, check_split
 from actmem.splitting import SplitHead, split_head
 from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
 from actmem.torchcompat import named_modules
@@ -193,9 +193,8 @@ def apply(
             autograd Function that launches them was declared, by `replayable` or by actmem's table of known libraries.
             "replay" runs every such Function again, as one operator, if it gives the same bits twice in the first
             steps; the report lists which did, and which did not and are held.
-        split: what to compute in pieces of tokens: `Split(loss=16)` computes the logits and the loss in chunks, so that
-            the logits are never there as a whole. Sums over tokens are then added in another order: `plan.bitwise` is
-            False.
+        split: what to compute in pieces of tokens: `Split(loss=16)` computes logits and loss in chunks, so that the
+            logits are never there as a whole. Sums over tokens are added in another order: `plan.bitwise` is False.
         example: a batch, for `Budget`, which profiles the model: a dict for `model(**example)`, or a tuple.
         step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
         loss: a function of the output, for the same; by default `output.loss`.
@@ -219,15 +218,13 @@ def apply(
     """
     profiled = _Profiled(example, step, loss, fake)
     _validate(model, mode, engine, collectives, opaque, profiled)
-    _refuse_split(mode, split)
-    if isinstance(mode, Budget):
-        mode = replace(mode, compiled=False) if engine == "tape" else mode
-        mode, split = _fitted(model, mode, profiled, blocks, scope, split), None
-        blocks = scope = None  # the plan names its blocks
-    resolved = _resolve(model, mode, engine, blocks, scope)
     if split is not None:
-        resolved = resolved._replace(plan=replace(resolved.plan, split=split))
-    return _install(model, resolved, engine, collectives, opaque, loss)
+        check_split(split, with_plan=isinstance(mode, (Plan, FromPlan)))
+    if isinstance(mode, Budget):
+        asked = replace(mode, compiled=False) if engine == "tape" else mode
+        mode = _fitted(model, asked, profiled, blocks, scope, split)
+        blocks = scope = split = None  # the plan names its blocks, and says what is split
+    return _install(model, _resolve(model, mode, engine, blocks, scope, split), engine, collectives, opaque, loss)
 
 
 # ---------------------------------------------------------------- validate: refuse what cannot be
@@ -291,18 +288,6 @@ def _refuse_profiled(mode: Mode | Plan, profiled: _Profiled) -> None:
         )
     if isinstance(mode, Budget) and profiled.example is None and profiled.step is None:
         raise ModeError(f"{mode!r} needs a batch to plan for. Write actmem.apply(model, {mode!r}, example=batch).")
-
-
-def _refuse_split(mode: Mode | Plan, split: Split | None) -> None:
-    if split is None:
-        return
-    if not isinstance(split, Split):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
-        raise ModeError(f"split = {split!r} is not a Split. Write split=actmem.Split(loss=16).")
-    if isinstance(mode, (Plan, FromPlan)):
-        raise ModeError(
-            f"split = {split!r} cannot be combined with a plan, which says itself what is split. Make the plan with "
-            f"it: actmem.fit(..., split={split!r})."
-        )
 
 
 def _refuse_combined(mode: Mode | Plan, engine: Engine, collectives: Collectives, opaque: Opaque) -> None:
@@ -399,6 +384,7 @@ def _resolve(
     engine: Engine,
     blocks: str | Sequence[str] | None,
     scope: Sequence[str] | None,
+    split: Split | None,
 ) -> _Resolved:
     if isinstance(mode, FromPlan):
         mode = Plan.load(mode.path)
@@ -406,8 +392,8 @@ def _resolve(
         plan, found = mode, _blocks_of(model, mode, blocks, scope)
     else:
         found = find_blocks(model, blocks, scope)
-        offload = getattr(mode, "offload", None)
-        plan = Plan(mode.rules(), tuple(b.path for b in found), fingerprint(model, found), repr(mode), offload)
+        paths, offload = tuple(b.path for b in found), getattr(mode, "offload", None)
+        plan = Plan(mode.rules(), paths, fingerprint(model, found), repr(mode), offload, split=split)
     refuse_blocks(found)
     roles, layer_types = find_roles(model, found), [layer_type(b.module) for b in found]
     if isinstance(mode, Selective):

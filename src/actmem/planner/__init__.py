@@ -1,7 +1,8 @@
 """Choosing a plan for a budget: what a plan costs, the best one, and how far from the proven optimum it is."""
 
 from actmem.planner.batch_growth import Largest, check_sizes, largest
-from actmem.planner.budget_fit import Allowance, allowance, fit, fit_profile, fit_profiles
+from actmem.planner.budget_bytes import Allowance, allowance
+from actmem.planner.budget_fit import fit, fit_profile, fit_profiles
 from actmem.planner.budget_guard import Guard
 from actmem.planner.compiled_fit import compilation, fit_ladder, make_ladder
 from actmem.planner.cost_frontier import NAMED, Frontier, Point, frontier

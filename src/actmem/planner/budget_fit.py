@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,13 +15,14 @@ from actmem.collector import uncollected
 from actmem.decisions import Decision
 from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
-from actmem.modes import check_allowed
 from actmem.plan import FitRecord, Plan
+from actmem.planner.budget_bytes import Allowance, allowance
 from actmem.planner.card_fit import allowed_text, fit_card
 from actmem.planner.compiled_fit import check_compiled, compilation, fit_ladder, make_ladder
 from actmem.planner.named_modes import named_keeps, named_steps
 from actmem.planner.rules_writer import ANY, loosened, write_rules
 from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, solve
+from actmem.planner.split_choice import AUTO, check_asked, split_or_whole
 from actmem.profiles import Profile
 from actmem.profiling import called_as, check_step, profiles
 from actmem.settings import STORES, Compiled, Offload, Split
@@ -41,24 +43,9 @@ from actmem.simulation import (
 )
 from actmem.splitting import split_for_now
 from actmem.structure import check_module, find_blocks
-from actmem.units import parse_budget, size
+from actmem.units import size
 
-__all__ = ["Allowance", "allowance", "fit", "fit_profile", "fit_profiles", "refusal"]
-
-
-@dataclass(frozen=True)
-class Allowance:
-    """How many bytes a plan may use."""
-
-    asked_bytes: int
-    """The budget as requested."""
-    headroom: float
-    """The fraction of it that stays free."""
-
-    @property
-    def budget_bytes(self) -> int:
-        """What is left."""
-        return int(self.asked_bytes * (1 - self.headroom))
+__all__ = ["fit", "fit_profile", "fit_profiles", "refusal"]
 
 
 def fit(
@@ -148,10 +135,14 @@ def fit(
     input float32 [256, 64]
     """
     if isinstance(model, Profile):
-        if any(given is not None for given in (example, step, loss, blocks, scope, compiled)) or examples:
+        if (
+            any(given is not None for given in (example, step, loss, blocks, scope, compiled, split))
+            or examples
+            or allow
+        ):
             raise ModeError(
-                "a profile already says what the step does: example, examples, step, loss, blocks, scope and compiled "
-                "cannot be combined with it. Omit them, or pass the model itself."
+                "a profile already says what the step does: example, examples, step, loss, blocks, scope, compiled, "
+                "split and allow cannot be combined with it. Omit them, or pass the model itself."
             )
         known = resolved(device, dtypes_of(model))
         return fit_profiles([model], allowance(budget, known, headroom), known, offload=offload, time_limit=time_limit)
@@ -181,12 +172,7 @@ def fit(
         check_compiled(step=step, examples=examples, offload=offload, shard=shard)
         model = cast("nn.Module", getattr(model, "_orig_mod", model))
         found_blocks = find_blocks(model, blocks, scope)
-    _check_splits(split, allow)
-    if (split is not None or allow) and how is not None:
-        raise ModeError(
-            "split and allow cannot be planned for compiled blocks yet: a head inside a compiled graph is not split. "
-            "Omit them, or plan with compiled=False."
-        )
+    check_asked(split, allow, is_compiled=how is not None)
 
     def profiled(split: Split | None) -> list[Profile]:
         with called_as(f"actmem.fit(model, {what}, budget=..., fake=False)"), split_for_now(model, split):
@@ -209,62 +195,10 @@ def fit(
     if how is not None:
         ladder = make_ladder(model, found_blocks, batches[0], loss, how, found[0], known, fake=fake)
         return fit_ladder(ladder, allowed.budget_bytes, known, how, headroom=allowed.headroom, fake=fake)
-
-    def planned(each: Sequence[Profile]) -> Plan:
-        return fit_profiles(each, allowed, known, offload=offload, time_limit=time_limit)
-
-    if "split" not in allow:
-        plan = planned(found)
-        return plan if split is None else replace(plan, split=split)
-    return _with_or_without(planned, found, lambda: profiled(Split(loss="auto")))
-
-
-def _check_splits(split: Split | None, allow: Sequence[str]) -> None:
-    if split is not None and not isinstance(split, Split):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
-        raise ModeError(f"split = {split!r} is not a Split. Write split=actmem.Split(loss=16).")
-    check_allowed(allow)
-    if split is not None and "split" in allow:
-        raise ModeError(
-            "split and allow=['split'] cannot be combined: the one says it, the other lets the planner choose."
-        )
-
-
-def _with_or_without(
-    planned: Callable[[Sequence[Profile]], Plan], whole: Sequence[Profile], split: Callable[[], Sequence[Profile]]
-) -> Plan:
-    """Return the plan that recomputes less: that for the whole loss, or that for the loss in chunks."""
-    try:
-        plan = planned(whole)
-    except BudgetError as error:
-        try:
-            return replace(planned(split()), split=Split(loss="auto"))
-        except ModeError:  # there is no head to split
-            raise error from None
-    assert plan.predicted is not None
-    if plan.predicted.step_time_ratio <= 1.0:
-        return plan
-    try:
-        other = replace(planned(split()), split=Split(loss="auto"))
-    except ModeError:
-        return plan
-    assert other.predicted is not None
-    return other if other.predicted.step_time_ratio < plan.predicted.step_time_ratio else plan
-
-
-def allowance(budget: str | int | float, known: Device, headroom: float | None = None) -> Allowance:
-    """Resolve a budget on a device.
-
-    >>> from actmem.devices import device
-    >>> allowance("72GiB", device("h100-80gb"))
-    Allowance(asked_bytes=77309411328, headroom=0.0)
-
-    Raises:
-        ModeError: the budget or the headroom is not permitted.
-    """
-    headroom = 0.0 if headroom is None else headroom
-    if not 0 <= headroom < 1:
-        raise ModeError(f"headroom = {headroom!r} is not permitted. Expected a number from 0 to below 1, such as 0.05.")
-    return Allowance(parse_budget(budget, device_bytes=known.memory_bytes), headroom)
+    planned = partial(fit_profiles, allowed=allowed, known=known, offload=offload, time_limit=time_limit)
+    if "split" in allow:
+        return split_or_whole(planned, found, lambda: profiled(AUTO))
+    return replace(planned(found), split=split)
 
 
 def fit_profiles(

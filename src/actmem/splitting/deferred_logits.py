@@ -91,7 +91,7 @@ class RowNode:
 
 @dataclass(frozen=True)
 class Operand:
-    """Stands for a tensor with a row for each token, beside the logits: which of them it is."""
+    """Stands for a tensor other than the logits that has a row for each token: which of them it is."""
 
     index: int
 
@@ -115,7 +115,7 @@ class DeferredLogits(Tensor):
     chunk_rows: int
     node: RowNode
     operands: tuple[Tensor, ...]
-    """What the node needs beside the logits."""
+    """What the node needs in addition to the logits."""
     versions: list[int]
     """Of the head's weights, when it was called."""
     remake: Callable[[], Tensor] | None

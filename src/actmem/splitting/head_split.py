@@ -118,8 +118,8 @@ def split_head(model: nn.Module, split: Split) -> SplitHead:
     classes, width = getattr(module, "out_features", None), getattr(module, "in_features", None)
     if not isinstance(classes, int) or not isinstance(width, int):
         raise ModeError(
-            f"the head {path or 'of the model'} is a {type(module).__name__}, which is no linear layer. Name the one "
-            "that makes the logits: Split(loss=16, head='path.of.the.head')."
+            f"the head {path or 'of the model'} is a {type(module).__name__}, which is not a linear layer. Name the "
+            "one that makes the logits: Split(loss=16, head='path.of.the.head')."
         )
     chunks = split.loss if isinstance(split.loss, int) else max(2, -(-classes // width))
     return SplitHead(module, path, chunks)

@@ -52,7 +52,7 @@ class Head:
         Args:
             hidden: the chunk, as it went in.
             weights: the head's tensors.
-            logits: what came out, with its graph if the head is no plain linear layer.
+            logits: what came out, with its graph if the head is not a plain linear layer.
             given: the gradient of the logits.
             sums: a gradient for each weight that needs one, with the chunks before this one.
         """
