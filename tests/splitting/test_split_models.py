@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -147,6 +149,38 @@ def test_a_loop_of_ones_own_and_whoever_needs_whole_logits_are_served() -> None:
             "whole tensor of logits was made for topk at test_split_models.py" in n for n in applied.report().notes
         )
     assert not isinstance(model(given["input_ids"]).logits, DeferredLogits)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copied", "pickled"])
+def test_a_copy_of_a_split_model_is_not_split(copied: Any) -> None:
+    model, given = made(llama), batch()
+    wanted = model(**given).logits
+    with actmem.apply(model, actmem.Full(), split=actmem.Split(loss=8)) as applied:
+        other = copied(model)
+        assert isinstance(model(**given).logits, DeferredLogits)
+        logits = other(**given).logits
+        assert type(logits) is Tensor and torch.equal(logits, wanted)
+        assert other.lm_head._compiled_call_impl is None
+        applied.report()
+    assert type(model(**given).logits) is Tensor
+
+
+def test_gradients_accumulated_over_two_batches_are_those_of_plain_training_up_to_the_order_of_sums() -> None:
+    model = made(llama).double()
+    halves = [{name: ids[i : i + 1] for name, ids in batch().items()} for i in range(2)]
+
+    def accumulated() -> dict[str, Tensor]:
+        model.zero_grad(set_to_none=True)
+        for half in halves:
+            (model(**half).loss / 2).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    plain = accumulated()
+    with actmem.apply(model, actmem.Full(), split=actmem.Split(loss=8)) as applied:
+        found = accumulated()
+        assert "lm_head: logits in 8 chunks of tokens, for cross_entropy (2 times)." in applied.report().notes
+    for name, gradient in plain.items():  # transformers casts logits to float32
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-8)
 
 
 def test_a_head_without_tokens_costs_nothing_and_trains_as_before() -> None:
