@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from actmem.profiles import Profile
     from actmem.profiling import profile, profile_rank
     from actmem.reporting import Report, Trace
-    from actmem.settings import Compiled, Offload
+    from actmem.settings import Compiled, Offload, Split
     from actmem.simulation import Prediction, predict
     from actmem.step_recorder import record
     from actmem.verification import Verification, verify
@@ -103,6 +103,7 @@ __all__ = [
     "Selective",
     "SelfCheckError",
     "SnapshotError",
+    "Split",
     "StageProfile",
     "StructureError",
     "Targets",
@@ -155,7 +156,7 @@ __getattr__, __dir__ = on_first_use(
         "actmem.profiles": "Profile",
         "actmem.profiling": "profile profile_rank",
         "actmem.reporting": "Report Trace",
-        "actmem.settings": "Compiled Offload",
+        "actmem.settings": "Compiled Offload Split",
         "actmem.simulation": "Prediction predict",
         "actmem.step_recorder": "record",
         "actmem.verification": "Verification verify",

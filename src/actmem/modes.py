@@ -38,6 +38,21 @@ OPTIMIZERS = ("adamw", "adamw_fused", "adam", "sgd")
 at once, which takes a tensor more for each of them while they step, unless they are fused."""
 
 
+ALLOWED = ("split",)
+"""What a planner may be allowed to use beyond save, recompute and offload."""
+
+
+def check_allowed(allow: Sequence[str]) -> None:
+    """Refuse what cannot be allowed.
+
+    >>> check_allowed(["split"])
+    """
+    names: Sequence[object] = [allow] if isinstance(allow, str) else allow
+    unknown = [name for name in names if name not in ALLOWED]
+    if unknown or isinstance(allow, str):
+        raise ModeError(f"allow = {allow!r} is not permitted. Expected a list of: {', '.join(ALLOWED)}.")
+
+
 @dataclass(frozen=True)
 class SaveEverything:
     """Save every activation, as plain training does.
@@ -243,7 +258,7 @@ class Budget:
     `microbatches` are then those of the loop and keep their defaults here.
 
     >>> Budget("20GiB")
-    Budget(amount='20GiB', device=None, offload=None, optimizer='adamw', microbatches=1, compiled=None, allocator='')
+    Budget(amount='20GiB', device=None, offload=None, optimizer='adamw', ..., allow=())
 
     Raises:
         ModeError: if the amount cannot be read, or another field has a value that is not permitted.
@@ -265,8 +280,11 @@ class Budget:
     """Whether it is for compiled blocks, and how they are compiled. None: as the model is when the plan is made."""
     allocator: str | AllocatorSettings = ""
     """On a card: what PYTORCH_CUDA_ALLOC_CONF will be, such as "expandable_segments:True". "": torch's defaults."""
+    allow: Sequence[str] = ()
+    """What the plan may use that changes the order of sums: "split" computes logits and loss in chunks of tokens."""
 
     def __post_init__(self) -> None:
+        check_allowed(self.allow)
         parse_budget(self.amount, device_bytes=2**40)
         if self.offload not in (None, *STORES) and not isinstance(self.offload, Offload):
             raise ModeError(f"offload = {self.offload!r} is not known. Permitted: 'host', 'disk', an Offload, or None.")

@@ -12,7 +12,7 @@ from actmem.decisions import Decision
 from actmem.errors import ModeError, PlanError
 from actmem.ops import did_you_mean
 from actmem.plan_files import parsed, read_text, write_text
-from actmem.settings import STRICT, Offload
+from actmem.settings import STRICT, Offload, Split
 from actmem.shapes import TensorShape, shapes_as_text
 
 if TYPE_CHECKING:
@@ -121,8 +121,15 @@ class Plan:
     on every rank alike. Otherwise it is held, as for `apply`."""
     predicted: FitRecord | None = None
     """The planner's prediction, if the planner made the plan."""
+    split: Split | None = None
+    """What is computed in pieces of tokens, if anything is."""
     version: int = PLAN_VERSION
     """The version of the plan format."""
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether losses and gradients are bitwise those of plain training. A split adds sums in another order."""
+        return self.split is None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(check_rules(self.rules)))
@@ -136,6 +143,8 @@ class Plan:
             )
         if self.collectives not in ("save", "recompute"):
             raise ModeError(f"collectives = {self.collectives!r} is not known. Expected 'save' or 'recompute'.")
+        if self.split is not None and not isinstance(self.split, Split):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
+            raise ModeError(f"split = {self.split!r} is not a Split. Write Split(loss=16).")
         if type(self.version) is not int or self.version != PLAN_VERSION:
             raise ModeError(f"version = {self.version!r} is not known. Expected {PLAN_VERSION}.")
 
@@ -151,6 +160,8 @@ class Plan:
             lines.append(f"offloading: {self.offload!r}")
         if self.collectives == "recompute":
             lines.append("collectives: run again where the rules recompute, on every rank of a group alike")
+        if self.split is not None:
+            lines.append(f"in pieces: {self.split!r}; sums over tokens are added in another order")
         if self.predicted is not None:
             lines += _foretold(self.predicted)
             if [rule.decision for rule in self.rules] == [Decision.SAVE]:
@@ -176,6 +187,8 @@ class Plan:
             document["exact"] = True
         if self.collectives != "save":
             document["collectives"] = self.collectives
+        if self.split is not None:
+            document["split"] = asdict(self.split)
         if self.predicted is not None:
             p = self.predicted
             document["predicted"] = {**asdict(p), **shapes_as_text(p.shapes, p.calls)}
@@ -314,7 +327,7 @@ def _explain(error: "ValidationError") -> str:
     """Describe the first error that pydantic found, in our own words."""
     first = error.errors(include_url=False)[0]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    parts = {"offload": Offload, "predicted": FitRecord}
+    parts = {"offload": Offload, "predicted": FitRecord, "split": Split}
     keys = _keys(Plan if len(first["loc"]) < 2 else parts.get(str(first["loc"][0]), Rule))
     name = str(first["loc"][-1]) if first["loc"] else ""
     match first["type"]:
@@ -333,7 +346,7 @@ def _explain(error: "ValidationError") -> str:
             return f"{where} = {first['input']!r} is not permitted: {first['msg'].lower()}."
 
 
-def _keys(kind: type[Rule | Plan | Offload | FitRecord]) -> list[str]:
+def _keys(kind: type[Rule | Plan | Offload | FitRecord | Split]) -> list[str]:
     return [field.name for field in fields(kind)]
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, cast
 from actmem.errors import ModeError
 from actmem.ops import did_you_mean
 
-__all__ = ["STORES", "STRICT", "Compiled", "Offload", "Place", "StoreKind"]
+__all__ = ["STORES", "STRICT", "Compiled", "Offload", "Place", "Split", "StoreKind", "check_split"]
 
 Place = Literal["host", "disk"]
 
@@ -130,3 +130,43 @@ class Compiled:
                 f"backend = {self.backend!r} is not the name of a backend. Expected one such as 'inductor'. To plan "
                 "for a backend of your own, compile the model first: it is seen."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """What is computed in pieces of tokens, because no decision about blocks lowers it.
+
+    >>> Split(loss=16)
+    Split(loss=16, head=None)
+
+    Raises:
+        ModeError: if a field has a value that is not permitted.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
+
+    loss: int | Literal["auto"]
+    """Into how many chunks of tokens the logits and the loss are divided. `auto`: chunks of about the bytes of the
+    head's input."""
+    head: str | None = None
+    """The module that makes the logits. None: it is found."""
+
+    def __post_init__(self) -> None:
+        if self.loss != "auto" and (type(self.loss) is not int or self.loss < 1):
+            raise ModeError(f"loss = {self.loss!r} is not permitted. Expected a number of chunks, or 'auto'.")
+        if self.head is not None and not isinstance(self.head, str):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
+            raise ModeError(f"head = {self.head!r} is not the path of a module. Expected one such as 'lm_head'.")
+
+
+def check_split(split: object, *, with_plan: bool = False) -> None:
+    """Refuse what is not a Split, and a Split together with a plan.
+
+    >>> check_split(Split(loss=16))
+    """
+    if not isinstance(split, Split):
+        raise ModeError(f"split = {split!r} is not a Split. Write split=actmem.Split(loss=16).")
+    if with_plan:
+        raise ModeError(
+            f"split = {split!r} cannot be combined with a plan, which says itself what is split. Make the plan with "
+            f"it: actmem.fit(..., split={split!r})."
+        )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from actmem.applying import apply
 from actmem.errors import ModeError
@@ -15,10 +17,46 @@ from actmem.modes import Mode
 from actmem.plan import Plan
 from actmem.profiling import Restored, generator_states, inputs_of, loss_of
 from actmem.reporting import Report
+from actmem.settings import Split
 from actmem.structure import check_module
 from actmem.torchcompat import named_modules
 
-__all__ = ["Verification", "verify"]
+__all__ = ["Rounding", "Verification", "verify"]
+
+
+SPLIT_FACTOR = 2.0
+"""How much further from a float64 reference a split step may be than the plain one, for `Verification.ok`."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far a step whose sums are added in another order is from plain training, and both are from the truth.
+
+    The truth is the same step of a copy of the model in float64. Distances are those of the tensor that is worst,
+    relative to its largest element.
+    """
+
+    largest_ulps: float
+    """The largest difference between the two, in units of the last place of the largest element of its tensor."""
+    where: str
+    """The loss or gradient that it is in."""
+    plain_error: float
+    """The distance of the plain step from the reference."""
+    split_error: float
+    """The distance of the split step from it."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the split step is at most twice as far from the reference as the plain one."""
+        return self.split_error <= SPLIT_FACTOR * self.plain_error
+
+    def __str__(self) -> str:
+        verdict = "no further" if self.ok else "further"
+        return (
+            f"at most {self.largest_ulps:.3g} ulps from plain training, in {self.where}; from a float64 reference "
+            f"{self.split_error:.3g}, plain training {self.plain_error:.3g}: {verdict} than {SPLIT_FACTOR:g} times as "
+            "far"
+        )
 
 
 @dataclass(frozen=True)
@@ -33,17 +71,24 @@ class Verification:
     """What already differs between two plain runs, by name; about these nothing can be said."""
     notes: tuple[str, ...] = ()
     """What to know before trusting the outcome: plain training that is not reproducible, blocks that did nothing."""
+    rounding: Rounding | None = None
+    """For a split, which adds sums over tokens in another order: how far losses and gradients are from the truth."""
 
     @property
     def ok(self) -> bool:
-        """Whether the mode changes nothing."""
-        return self.difference is None
+        """Whether the mode changes nothing; of a split, nothing but the rounding of sums."""
+        return self.difference is None and (self.rounding is None or self.rounding.ok)
 
     def __bool__(self) -> bool:
         return self.ok
 
     def __str__(self) -> str:
-        verdict = "bitwise equal to plain training" if self.ok else f"differs from plain training: {self.difference}"
+        if self.difference is not None:
+            verdict = f"differs from plain training: {self.difference}"
+        elif self.rounding is not None:
+            verdict = str(self.rounding)
+        else:
+            verdict = "bitwise equal to plain training"
         return "\n".join([verdict, *(f"note: {note}" for note in self.notes)])
 
 
@@ -67,6 +112,7 @@ def verify(
     *,
     loss: Callable[[Any], Tensor] | None = None,
     blocks: str | Sequence[str] | None = None,
+    split: Split | None = None,
     seed: int = 0,
     forwards: int = 1,
 ) -> Verification:
@@ -83,6 +129,8 @@ def verify(
         mode: what to compare with plain training.
         loss: a function of the output; by default `output.loss`, or the output itself if it is a scalar.
         blocks: as for `apply`.
+        split: as for `apply`. Losses and gradients are then compared with those of a copy of the model in float64: they
+            must not be more than twice as far from these as plain training's are. All else must be bitwise equal.
         seed: seed of the random generators in every run.
         forwards: how many forward passes of a batch run before its backward pass, which starts from the sum of their
             losses.
@@ -110,13 +158,19 @@ def verify(
             plain = step()
         with Restored(model, inputs):
             again = step()
-        with Restored(model, inputs), apply(model, mode, blocks=blocks) as applied:
+        with Restored(model, inputs), apply(model, mode, blocks=blocks, split=split) as applied:
             managed = step()
             report = applied.report()
+            split = applied.plan.split
             idle = not any(model.get_submodule(path).training for path in applied.plan.blocks)
     after = _tree(model)
     unsteady = _differences(plain, again, "in the first plain run, {} in the second")
     found = _differences(plain, managed, "plain, {} under the mode")
+    rounding = None
+    if split is not None:
+        with Restored(model, inputs):
+            rounding = _rounding(plain, managed, _reference(model, batches, inputs, loss, seed, forwards))
+        found = {name: text for name, text in found.items() if not name.startswith(("loss", "gradient", "input"))}
     difference = next((text for name, text in found.items() if name not in unsteady), None)
     if difference is None and after != plain.tree:
         difference = "the module tree after remove()"
@@ -134,7 +188,48 @@ def verify(
             f"{more}. These were excluded from the comparison. Look for a clock, a counter outside the "
             "model's modules, or an operator that torch.use_deterministic_algorithms(True) refuses."
         )
-    return Verification(difference, report, tuple(unsteady), tuple(notes))
+    return Verification(difference, report, tuple(unsteady), tuple(notes), rounding)
+
+
+def _reference(
+    model: nn.Module,
+    batches: list[Any],
+    inputs: dict[str, Tensor],
+    loss: Callable[[Any], Tensor] | None,
+    seed: int,
+    forwards: int,
+) -> _Outcome:
+    """Run the plain step on a copy of the model in float64."""
+    model = copy.deepcopy(model).double()
+    wide = {id(t): t.detach().double().requires_grad_(t.requires_grad) for t in inputs.values()}
+
+    def doubled(x: Any) -> Any:
+        if id(x) in wide:
+            return wide[id(x)]
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    kind = next(model.parameters()).device.type
+    with torch.autocast(kind, enabled=False):
+        return _step(
+            model, tree_map(doubled, batches), {n: wide[id(t)] for n, t in inputs.items()}, loss, seed, forwards
+        )
+
+
+def _rounding(plain: _Outcome, split: _Outcome, truth: _Outcome) -> Rounding:
+    most, where, errors = 0.0, "nothing", [0.0, 0.0]
+    for what in ("loss", "gradient", "input"):
+        values: dict[str, Tensor | None] = getattr(plain, what)
+        for name, x in values.items():
+            y, z = getattr(split, what)[name], getattr(truth, what)[name]
+            if x is None or y is None or z is None:
+                continue
+            largest = float(z.abs().max()) or 1.0
+            ulps = float((x.double() - y.double()).abs().max()) / (largest * torch.finfo(x.dtype).eps)
+            if ulps > most:
+                most, where = ulps, f"{what} of {name}" if name else what
+            for i, each in enumerate((x, y)):
+                errors[i] = max(errors[i], float((each.double() - z).abs().max()) / largest)
+    return Rounding(most, where, *errors)
 
 
 def _batches(given: Any) -> list[Any]:

@@ -41,6 +41,7 @@ PROMISED = {
     "Selective",
     "SelfCheckError",
     "SnapshotError",
+    "Split",
     "StageProfile",
     "StructureError",
     "Targets",

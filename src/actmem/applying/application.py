@@ -22,7 +22,8 @@ from actmem.modes import Budget, FromPlan, Mode, Selective
 from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
-from actmem.settings import Offload
+from actmem.settings import Offload, Split, check_split
+from actmem.splitting import SplitHead, split_head
 from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
 from actmem.torchcompat import named_modules
 
@@ -54,6 +55,7 @@ class Applied:
         offloader: Offloader | None = None,
         undo: Sequence[Callable[[], None]] = (),
         opaque: UnseenFunctions | None = None,
+        head: SplitHead | None = None,
     ) -> None:
         self.plan = plan
         """The resolved decision: print it, save it, read it back."""
@@ -63,6 +65,7 @@ class Applied:
         self._offloader = offloader
         self._undo = list(undo)
         self._opaque = opaque
+        self._head = head
 
     def report(self) -> Report:
         """Report which engine ran, and what the latest observed step saved, recomputed, and could not replay. Print it.
@@ -111,6 +114,7 @@ class Applied:
             notes.append("pin = True has no meaning here: there is no accelerator, and so no page-locked memory.")
         notes += broken_notes(self._runners)
         notes += [] if self._opaque is None else self._opaque.notes()
+        notes += [] if self._head is None else self._head.notes()
         skipped = [s.path for s in self._runners if s.num_without_gradient and s.decisions is None]
         if skipped:
             notes.append(f"skipped, because no gradient flows through: {paths_of(tuple(skipped))}.")
@@ -161,6 +165,7 @@ def apply(
     engine: Engine = "auto",
     collectives: Collectives = "save",
     opaque: Opaque = "hold",
+    split: Split | None = None,
     example: Any = None,
     step: Callable[[], object] | None = None,
     loss: Callable[[Any], Any] | None = None,
@@ -186,6 +191,8 @@ def apply(
             autograd Function that launches them was declared, by `replayable` or by actmem's table of known libraries.
             "replay" runs every such Function again, as one operator, if it gives the same bits twice in the first
             steps; the report lists which did, and which did not and are held.
+        split: what to compute in pieces of tokens: `Split(loss=16)` computes logits and loss in chunks, so that the
+            logits are never there as a whole. Sums over tokens are added in another order: `plan.bitwise` is False.
         example: a batch, for `Budget`, which profiles the model: a dict for `model(**example)`, or a tuple.
         step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
         loss: a function of the output, for the same; by default `output.loss`.
@@ -209,10 +216,13 @@ def apply(
     """
     profiled = _Profiled(example, step, loss, fake)
     _validate(model, mode, engine, collectives, opaque, profiled)
+    if split is not None:
+        check_split(split, with_plan=isinstance(mode, (Plan, FromPlan)))
     if isinstance(mode, Budget):
-        mode = _fitted(model, replace(mode, compiled=False) if engine == "tape" else mode, profiled, blocks, scope)
-        blocks = scope = None  # the plan names its blocks
-    resolved = _resolve(model, mode, engine, blocks, scope)
+        asked = replace(mode, compiled=False) if engine == "tape" else mode
+        mode = _fitted(model, asked, profiled, blocks, scope, split)
+        blocks = scope = split = None  # the plan names its blocks, and says what is split
+    resolved = _resolve(model, mode, engine, blocks, scope, split)
     if collectives == "recompute":
         resolved = resolved._replace(plan=replace(resolved.plan, collectives=collectives))
     _refuse_reissued(resolved.plan, engine)
@@ -349,6 +359,7 @@ def _fitted(
     profiled: _Profiled,
     blocks: str | Sequence[str] | None,
     scope: Sequence[str] | None,
+    split: Split | None,
 ) -> Plan:
     from actmem.planner import fit  # its solver takes a while to import
     from actmem.profiling import called_as
@@ -370,6 +381,8 @@ def _fitted(
             blocks=blocks,
             scope=scope,
             fake=profiled.fake,
+            split=split,
+            allow=mode.allow,
         )
 
 
@@ -379,6 +392,7 @@ def _resolve(
     engine: Engine,
     blocks: str | Sequence[str] | None,
     scope: Sequence[str] | None,
+    split: Split | None,
 ) -> _Resolved:
     if isinstance(mode, FromPlan):
         mode = Plan.load(mode.path)
@@ -386,8 +400,8 @@ def _resolve(
         plan, found = mode, _blocks_of(model, mode, blocks, scope)
     else:
         found = find_blocks(model, blocks, scope)
-        offload = getattr(mode, "offload", None)
-        plan = Plan(mode.rules(), tuple(b.path for b in found), fingerprint(model, found), repr(mode), offload)
+        paths, offload = tuple(b.path for b in found), getattr(mode, "offload", None)
+        plan = Plan(mode.rules(), paths, fingerprint(model, found), repr(mode), offload, split=split)
     refuse_blocks(found)
     roles, layer_types = find_roles(model, found), [layer_type(b.module) for b in found]
     if isinstance(mode, Selective):
@@ -494,6 +508,7 @@ def _install(
     loss: Callable[[Any], Any] | None,
 ) -> Applied:
     plan, blocks = resolved.plan, resolved.blocks
+    head = None if plan.split is None else split_head(model, plan.split)
     offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
     shared = SharedState(plan, model)
     unseen = UnseenFunctions(replay=opaque == "replay")
@@ -510,7 +525,9 @@ def _install(
 
         guard = Guard(model, plan, loss)
         undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
-    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen)
+    if head is not None:
+        undo.append(head.remove)
+    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen, head)
 
 
 def _runners(

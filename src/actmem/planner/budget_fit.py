@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,10 +23,11 @@ from actmem.planner.compiled_fit import check_compiled, compilation, fit_ladder,
 from actmem.planner.enough_ranks import enough_ranks
 from actmem.planner.named_modes import named_keeps, named_steps
 from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, solve
+from actmem.planner.split_choice import AUTO, check_asked, split_or_whole
 from actmem.planner.written_plan import write_plan
 from actmem.profiles import Profile
 from actmem.profiling import called_as, check_step, for_card, profiles
-from actmem.settings import STORES, Compiled, Offload
+from actmem.settings import STORES, Compiled, Offload, Split
 from actmem.simulation import (
     Simulated,
     cost_seconds,
@@ -41,6 +43,7 @@ from actmem.simulation import (
     simulate,
     step_seconds,
 )
+from actmem.splitting import split_for_now
 from actmem.structure import check_module, find_blocks
 from actmem.units import size
 
@@ -69,6 +72,8 @@ def fit(
     time_limit: float = TIME_LIMIT,
     compiled: bool | Compiled | None = None,
     allocator: str | AllocatorSettings = "",
+    split: Split | None = None,
+    allow: Sequence[str] = (),
 ) -> Plan:
     """Find the plan that trains fastest within a memory budget, and say how far from the best possible it may be.
 
@@ -107,6 +112,9 @@ def fit(
         allocator: on a card, what PYTORCH_CUDA_ALLOC_CONF will be when the plan is applied, such as
             "expandable_segments:True", or an `actmem.allocator.AllocatorSettings`. Default: torch's defaults, whatever
             the variable is now.
+        split: what the plan computes in pieces of tokens, such as `Split(loss=16)`: it is planned with.
+        allow: what the plan may use that changes the order of sums: "split" lets it compute logits and loss in chunks
+            of tokens, where the budget needs that or fewer values are then recomputed.
 
     Returns:
         The plan. `plan.predicted` has its peak, its step time and the proven bound.
@@ -133,10 +141,14 @@ def fit(
     input float32 [256, 64]
     """
     if isinstance(model, Profile):
-        if any(given is not None for given in (example, step, loss, blocks, scope, compiled)) or examples:
+        if (
+            any(given is not None for given in (example, step, loss, blocks, scope, compiled, split))
+            or examples
+            or allow
+        ):
             raise ModeError(
-                "a profile already says what the step does: example, examples, step, loss, blocks, scope and compiled "
-                "cannot be combined with it. Omit them, or pass the model itself."
+                "a profile already says what the step does: example, examples, step, loss, blocks, scope, compiled, "
+                "split and allow cannot be combined with it. Omit them, or pass the model itself."
             )
         known = resolved(device, dtypes_of(model))
         allowed = allowance(budget, known, headroom)
@@ -168,25 +180,35 @@ def fit(
         check_compiled(allocator, step=step, examples=examples, offload=offload, shard=shard)
         model = cast("nn.Module", getattr(model, "_orig_mod", model))
         found_blocks = find_blocks(model, blocks, scope)
-    with called_as(f"actmem.fit(model, {what}, budget=..., fake=False)"), for_card(known.has_caching_allocator):
-        found = profiles(
-            model,
-            batches,
-            step=step,
-            loss=loss,
-            fake=fake or how is not None,
-            blocks=blocks,
-            scope=scope,
-            routing=routing,
-            optimizer=optimizer,
-            optimizer_dtype=optimizer_dtype,
-            microbatches=microbatches,
-            shard=shard,
-        )
+    check_asked(split, allow, is_compiled=how is not None)
+
+    def profiled(split: Split | None) -> list[Profile]:
+        called = f"actmem.fit(model, {what}, budget=..., fake=False)"
+        with called_as(called), for_card(known.has_caching_allocator), split_for_now(model, split):
+            return profiles(
+                model,
+                batches,
+                step=step,
+                loss=loss,
+                fake=fake or how is not None,
+                blocks=blocks,
+                scope=scope,
+                routing=routing,
+                optimizer=optimizer,
+                optimizer_dtype=optimizer_dtype,
+                microbatches=microbatches,
+                shard=shard,
+            )
+
+    found = profiled(split)
     if how is not None:
         ladder = make_ladder(model, found_blocks, batches[0], loss, how, found[0], known, fake=fake)
         return fit_ladder(ladder, allowed.budget_bytes, known, how, headroom=allowed.headroom, fake=fake)
-    return fit_profiles(found, allowed, known, offload=offload, time_limit=time_limit, allocator=allocator)
+    more: dict[str, Any] = {"offload": offload, "time_limit": time_limit, "allocator": allocator}
+    planned = partial(fit_profiles, allowed=allowed, known=known, **more)
+    if "split" in allow:
+        return split_or_whole(planned, found, lambda: profiled(AUTO))
+    return replace(planned(found), split=split)
 
 
 def fit_profiles(

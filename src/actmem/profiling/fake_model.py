@@ -31,6 +31,7 @@ from actmem.measuring import tensors_in
 from actmem.profiling.complaints import as_plain, for_real
 from actmem.profiling.layouts import LAYOUTS
 from actmem.profiling.router_choice import EXCHANGES, RouterChoice
+from actmem.splitting import carry_split
 from actmem.torchcompat import (
     FakeTensor,
     TorchDispatchMode,
@@ -75,6 +76,7 @@ def fake_copy(
         memo[id(other)] = memo[id(first)]
     copied = copy.deepcopy(model, memo)
     rebind(copied, {id(m): memo[id(m)] for m in model.modules() if isinstance(memo.get(id(m)), nn.Module)})
+    carry_split(model, copied)
     return copied
 
 

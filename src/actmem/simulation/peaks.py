@@ -153,7 +153,11 @@ def lowering(
         )
     rest = _without_loss(p, simulated.timeline)
     if in_step and rest < peak and size(rest) != size(peak):
-        found.append(f"a loss that is computed in chunks (no whole logits): {size(rest)}, the peak of all else.")
+        found.append(
+            "logits and loss that are computed in chunks, or in more of them (split=actmem.Split(loss=16), or "
+            "allow=['split'] for actmem.fit, if the head is a linear layer): "
+            f"at best {size(rest)}, the peak of all else."
+        )
     if not offloaded and in_step:
         moved = [[Decision.OFFLOAD if k is Decision.SAVE else k for k in keep] for keep in keeps]
         away = simulate(p, moved, exact=exact)
