@@ -406,7 +406,8 @@ def _resolve(
     roles, layer_types = find_roles(model, found), [layer_type(b.module) for b in found]
     if isinstance(mode, Selective):
         plan = _without_absent(plan, {name for its_roles in roles for name in its_roles})
-    check_rules(plan.rules, found, roles, layer_types, model)
+    if any(rule.selectors for rule in plan.rules):
+        check_rules(plan.rules, found, roles, layer_types, model)
     check_offload(plan, model, engine)
     verdicts = [
         resolve(
