@@ -254,3 +254,9 @@ def test_a_head_with_adapters_is_split_too() -> None:
 
     for x, y in zip(step(False), step(True), strict=True):
         torch.testing.assert_close(y, x, rtol=1e-9, atol=1e-12)
+
+
+def test_no_tokens_are_no_chunks() -> None:
+    head = nn.Linear(WIDTH, CLASSES)
+    SplitHead(head, "head", 4)
+    assert head(torch.randn(0, WIDTH)).shape == (0, CLASSES)

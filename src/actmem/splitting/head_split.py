@@ -45,7 +45,7 @@ class SplitHead:
         if not isinstance(hidden, Tensor) or not (module.training and torch.is_grad_enabled()) or _is_hooked(module):
             return module._call_impl(*args, **kwargs)
         head = _head(module)
-        if not any(x.requires_grad for x in (hidden, *head.weights)):
+        if hidden.numel() == 0 or not any(x.requires_grad for x in (hidden, *head.weights)):
             return module._call_impl(*args, **kwargs)
         num_rows = hidden.numel() // hidden.shape[-1]
         self.deferral.num_deferred += 1
@@ -58,7 +58,7 @@ class SplitHead:
         if deferral.in_graphs:
             return [f"the output of {named} was not split: it was called inside a compiled graph."]
         if not deferral.num_deferred:
-            return [f"the output of {named} was not split: it has not been called in training mode."]
+            return [f"the output of {named} was not split: it has not been called in training mode, or has hooks."]
         lines = [f"{named}: logits in {deferral.num_chunks} chunks of tokens, for {_counted(deferral.in_chunks)}."]
         if not deferral.in_chunks:
             lines = []
