@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collective
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -18,6 +17,7 @@ import actmem
 from actmem.compat import nemo, prime_rl, torchtitan
 from actmem.compat.torchtitan import FullAC, SelectiveAC
 from tests.compat.training import layers_of
+from tests.sequence_collectives import Gathered, Scattered
 
 NUM_RANKS, LENGTH, WIDTH, NUM_LAYERS = 8, 16, 32, 4
 INPUT_BYTES = LENGTH * WIDTH * 4
@@ -31,26 +31,6 @@ def group() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     yield
     dist.destroy_process_group()
-
-
-class Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Any:
-        return collective.wait_tensor(collective.all_gather_single(x, 0, dist.group.WORLD))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return collective.wait_tensor(collective.reduce_scatter_single(grads[0], "sum", 0, dist.group.WORLD))
-
-
-class Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Any:
-        return collective.wait_tensor(collective.reduce_scatter_single(x, "sum", 0, dist.group.WORLD))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return collective.wait_tensor(collective.all_gather_single(grads[0], 0, dist.group.WORLD))
 
 
 class FeedForward(nn.Module):

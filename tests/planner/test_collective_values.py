@@ -18,30 +18,11 @@ import actmem
 from actmem.devices import Fabric
 from actmem.simulation import cost_seconds, follow
 from tests.flat_device import FLAT
+from tests.sequence_collectives import Gathered, Scattered
 
 NUM_RANKS, LENGTH, WIDTH = 8, 16, 32
 GATHER = "_c10d_functional.all_gather_into_tensor.default"
 EXCHANGE = "_c10d_functional.all_to_all_single.default"
-
-
-class Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Any:
-        return collective.wait_tensor(collective.all_gather_single(x, 0, dist.group.WORLD))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return collective.wait_tensor(collective.reduce_scatter_single(grads[0], "sum", 0, dist.group.WORLD))
-
-
-class Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Any:
-        return collective.wait_tensor(collective.reduce_scatter_single(x, "sum", 0, dist.group.WORLD))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return collective.wait_tensor(collective.all_gather_single(grads[0], 0, dist.group.WORLD))
 
 
 class Layer(nn.Module):
