@@ -33,7 +33,7 @@ class Rounding:
     """How far a step whose sums are added in another order is from plain training, and both are from the truth.
 
     The truth is the same step of a copy of the model in float64. Distances are those of the tensor that is worst,
-    relative to its largest element.
+    relative to its largest element, or to a thousandth of the largest of all gradients where that is more.
     """
 
     largest_ulps: float
@@ -219,11 +219,13 @@ def _rounding(plain: _Outcome, split: _Outcome, truth: _Outcome) -> Rounding:
     most, where, errors = 0.0, "nothing", [0.0, 0.0]
     for what in ("loss", "gradient", "input"):
         values: dict[str, Tensor | None] = getattr(plain, what)
+        truths: dict[str, Tensor | None] = getattr(truth, what)
+        least = 1e-3 * max((float(z.abs().max()) for z in truths.values() if z is not None and z.numel()), default=0.0)
         for name, x in values.items():
             y, z = getattr(split, what)[name], getattr(truth, what)[name]
             if x is None or y is None or z is None:
                 continue
-            largest = float(z.abs().max()) or 1.0
+            largest = max(float(z.abs().max()), least) or 1.0  # a gradient that is 0 in truth is all rounding
             ulps = float((x.double() - y.double()).abs().max()) / (largest * torch.finfo(x.dtype).eps)
             if ulps > most:
                 most, where = ulps, f"{what} of {name}" if name else what
