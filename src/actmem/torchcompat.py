@@ -20,6 +20,7 @@ import torch.fx.traceback as _traceback
 import torch.nn.attention as _torch_attention
 import torch.utils.checkpoint as _checkpoint
 from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format as _suggest
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.function import BackwardCFunction
@@ -34,6 +35,7 @@ __all__ = [
     "BackwardCFunction",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "TorchDispatchMode",
     "active_compiler",
     "active_fake_mode",

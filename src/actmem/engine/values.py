@@ -76,21 +76,15 @@ class Boxed:
 class Value:
     """One storage in one version. See NOTE [ Values ].
 
-    The defaults are on the class: a value is made for nearly every operator, and most keep most of them.
+    A value is made for nearly every operator. What most values never have is on the class, and costs them nothing.
     """
 
-    held: Any = None
-    version: int = UNCHECKED
+    __slots__ = ("__dict__", "__weakref__", "debts", "held", "node", "own", "saved", "slot", "storage", "version", "why")
+
     order: int = -1
     """When it was first held, in the order of all values; -1 if it never was."""
-    own: bool = False
-    """`held` was made by a replay: nobody outside the tape can see it."""
-    debts: tuple[Value, ...] | None = None
-    """Given values that a replay would need and that nobody held when this was recorded."""
     tensor: weakref.ref[torch.Tensor] | None = None
     """For given values: the tensor that the program holds, as long as it lives and was not written."""
-    saved: bool = False
-    """Autograd saved it."""
     reserved: bool = False
     """`tensor` is kept alive until the forward is over."""
     coverage: Coverage | None = None
@@ -108,6 +102,14 @@ class Value:
         self.slot = slot
         """Which output of the node: 0, 1, ... what it returned; -1, -2, ... what it wrote."""
         self.why = why
+        self.held: Any = None
+        self.version = UNCHECKED
+        self.own = False
+        """`held` was made by a replay: nobody outside the tape can see it."""
+        self.debts: tuple[Value, ...] | None = None
+        """Given values that a replay would need and that nobody held when this was recorded."""
+        self.saved = False
+        """Autograd saved it."""
 
     def written_unseen(self, tensor: torch.Tensor) -> bool:
         """Return whether unseen code wrote what a node made: an operator's result is born at version 0."""
@@ -117,15 +119,7 @@ class Value:
 class Node:
     """One recorded operator call: what is needed to run it again."""
 
-    writes: list[tuple[int | str, int, int, torch.device]] | None = None
-    """A tuple for each written argument: (position or name, position in a list or -1, bytes to allocate or -1,
-    device)."""
-    outs: list[tuple[int, weakref.ref[Value]]] | None = None
-    """Slot and value of each output, where there are several. The only arrows that point forwards, hence weak."""
-    state: tuple[torch.Generator, torch.Tensor] | None = None
-    """The generator and its state before the call, for random operators."""
-    flags: tuple[Any, ...] | None = None
-    """The numerics flags that were in force."""
+    __slots__ = ("__weakref__", "args", "flags", "func", "kwargs", "outs", "refs", "state", "writes")
 
     def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any] | None, refs: list[tuple[Any, ...]]) -> None:
         self.func = func
@@ -134,6 +128,15 @@ class Node:
         self.kwargs = kwargs
         self.refs = refs
         """A tuple for each tensor argument: (position or name, position in a list or -1, value, *geometry)."""
+        self.writes: list[tuple[int | str, int, int, torch.device]] | None = None
+        """A tuple for each written argument: (position or name, position in a list or -1, bytes to allocate or -1,
+        device)."""
+        self.outs: list[tuple[int, weakref.ref[Value]]] | None = None
+        """Slot and value of each output, where there are several. The only arrows that point forwards, hence weak."""
+        self.state: tuple[torch.Generator, torch.Tensor] | None = None
+        """The generator and its state before the call, for random operators."""
+        self.flags: tuple[Any, ...] | None = None
+        """The numerics flags that were in force."""
 
     @property
     def parents(self) -> tuple[Any, ...]:
