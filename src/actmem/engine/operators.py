@@ -214,8 +214,8 @@ class Operator:
     __slots__ = (
         "accumulate",
         "again",
-        "calm",
         "call",
+        "calm",
         "composite",
         "declared",
         "dropout",

@@ -188,13 +188,13 @@ def _run(node: Node, wanted: Value, flags: tuple[Any, ...]) -> None:
     for i, j, value, size, stride, offset, dtype, bits in node.refs:
         if value is None:
             continue
-        base = value.held if value.own else _held(value)
-        if copies is not None and id(value) in copies:
+        if copies is None or id(value) not in copies:
+            base = value.held if value.own else _held(value)
+        else:
             base = copies[id(value)]
         # As `see`, written out for the common case.
-        if (
-            size is None
-            or (base.shape == size and base.dtype is dtype and base.stride() == stride)
+        if size is None or (
+            (base.shape == size and base.dtype is dtype and base.stride() == stride)
             and base.storage_offset() == offset
             and not bits
         ):

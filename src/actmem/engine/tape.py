@@ -526,11 +526,7 @@ class Tape(Holdings, TorchDispatchMode):
         except (NotImplementedError, RuntimeError):
             return self._pack_object(tensor)
         value = self._values.get(storage._cdata)
-        if (
-            value is None
-            or value.storage() is not storage
-            or (value.node is not None and value.slot >= 0 and value.written_unseen(tensor))
-        ):
+        if value is None or value.storage() is not storage or (value.node is not None and value.written_unseen(tensor)):
             if tensor.is_quantized:
                 return self._pack_object(tensor)
             value = self._saved_external(tensor, storage)

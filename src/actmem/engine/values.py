@@ -79,7 +79,19 @@ class Value:
     A value is made for nearly every operator. What most values never have is on the class, and costs them nothing.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "debts", "held", "node", "own", "saved", "slot", "storage", "version", "why")
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "debts",
+        "held",
+        "node",
+        "own",
+        "saved",
+        "slot",
+        "storage",
+        "version",
+        "why",
+    )
 
     order: int = -1
     """When it was first held, in the order of all values; -1 if it never was."""
