@@ -306,19 +306,7 @@ def _mistakes(given: dict[str, Any], limits: Limits) -> Iterator[_Mistake]:
             tp = given["tp"]
             text = f"tp = {tp} is not possible: the model has {number} {what}, which {tp} does not divide."
             yield _Mistake(text, _moved(given, "tp", math.gcd(number, tp)))
-    parts = given["cp"] * (given["tp"] if given["sequence_parallel"] else 1)
-    if limits.sequence is not None and limits.sequence % parts:
-        name = "cp" if limits.sequence % given["cp"] else "tp"
-        what = (
-            "the sequence"
-            if name == "cp" or given["cp"] == 1
-            else f"the part of the sequence that cp = {given['cp']} leaves"
-        )
-        length = limits.sequence if name == "cp" else limits.sequence // given["cp"]
-        text = (
-            f"{name} = {given[name]} is not possible: {what} has {length} tokens, which {given[name]} does not divide."
-        )
-        yield _Mistake(text, _moved(given, name, math.gcd(length, given[name])))
+    yield from _sequence_mistakes(given, limits.sequence)
     if limits.num_experts == 0 and given["ep"] > 1:
         yield _Mistake(f"ep = {given['ep']} is not possible: the model has no experts.", {"ep": 1})
     elif limits.num_experts and limits.num_experts % given["ep"]:
@@ -332,6 +320,23 @@ def _mistakes(given: dict[str, Any], limits: Limits) -> Iterator[_Mistake]:
             f"{ranks}."
         )
         yield _Mistake(text, {"ep": math.gcd(ranks, given["ep"])})
+
+
+def _sequence_mistakes(given: dict[str, Any], sequence: int | None) -> Iterator[_Mistake]:
+    if sequence is None:
+        return
+    cp, tp = given["cp"], given["tp"]
+    if cp > 1 and sequence % (2 * cp):
+        text = (
+            f"cp = {cp} is not possible: the sequence has {sequence} tokens, which {2 * cp} does not divide. Each rank "
+            "has two pieces of it, one from the front and one from the end."
+        )
+        yield _Mistake(text, _moved(given, "cp", math.gcd(sequence // 2, cp) if sequence % 2 == 0 else 1))
+    elif given["sequence_parallel"] and sequence // cp % tp:
+        what = "the sequence" if cp == 1 else f"the part of the sequence that cp = {cp} leaves"
+        length = sequence // cp
+        text = f"tp = {tp} is not possible: {what} has {length} tokens, which {tp} does not divide."
+        yield _Mistake(text, _moved(given, "tp", math.gcd(length, tp)))
 
 
 def _pipeline_mistakes(given: dict[str, Any], limits: Limits) -> Iterator[_Mistake]:
