@@ -12,7 +12,16 @@ from typing import Any, NamedTuple, cast
 from actmem.errors import ModeError
 from actmem.ops import did_you_mean
 
-__all__ = ["SCHEDULES", "Coordinates", "Layout", "Limits", "ScheduleKind", "checked_layout", "layers_of_stages"]
+__all__ = [
+    "SCHEDULES",
+    "Coordinates",
+    "Layout",
+    "Limits",
+    "ScheduleKind",
+    "checked_layout",
+    "layers_of_stages",
+    "nearest_layout",
+]
 
 
 @dataclass(frozen=True)
@@ -222,6 +231,15 @@ def checked_layout(layout: Layout, limits: Limits) -> Layout:
     return layout
 
 
+def nearest_layout(layout: Layout, limits: Limits) -> Layout:
+    """Return the nearest layout that a model permits: the layout itself if it does.
+
+    >>> nearest_layout(Layout(tp=16), Limits(tp_divides=(("heads", 8),)))
+    Layout(dp_shard=2, tp=8)
+    """
+    return Layout(**_nearest(asdict(layout), limits))
+
+
 def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Divide the layers of a model over the stages of a pipeline; the embedding and the head count as one layer each.
 
@@ -282,13 +300,16 @@ class _Mistake(NamedTuple):
 
 def _raise_first(given: dict[str, Any], limits: Limits) -> None:
     first = next(_mistakes(given, limits), None)
-    if first is None:
-        return
+    if first is not None:
+        raise ModeError(f"{first.text}\nThe nearest possible layout: {_written(_nearest(given, limits))}")
+
+
+def _nearest(given: dict[str, Any], limits: Limits) -> dict[str, Any]:
     nearest = dict(given)
     for _ in range(_MANY):
         found = next(_mistakes(nearest, limits), None)
         if found is None:
-            raise ModeError(f"{first.text}\nThe nearest possible layout: {_written(nearest)}")
+            return nearest
         nearest |= found.change
     raise AssertionError(f"no layout near {_written(given)} is possible")
 

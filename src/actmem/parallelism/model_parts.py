@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from actmem.catalogue import IGNORED, CausalLM, next_token_loss
 from actmem.errors import ModeError
-from actmem.layout import Layout, Limits, checked_layout
+from actmem.layout import Layout, Limits, checked_layout, nearest_layout
 from actmem.structure import find_blocks
 
 __all__ = ["Parts", "check_parts", "find_parts"]
@@ -120,7 +120,7 @@ def check_parts(parts: Parts, layout: Layout, sequence: int | None) -> None:
     nearest = layout
     while (found := next(_obstacles(parts, nearest), None)) is not None:
         nearest = found[1]
-    raise ModeError(f"{first[0]}\nThe nearest possible layout: {nearest!r}")
+    raise ModeError(f"{first[0]}\nThe nearest possible layout: {nearest_layout(nearest, limits)!r}")
 
 
 def _obstacles(parts: Parts, layout: Layout) -> Iterator[tuple[str, Layout]]:

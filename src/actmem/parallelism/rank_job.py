@@ -72,7 +72,7 @@ def build_job(
     if meshes.cp is not None:
         if loss is not None:
             raise ModeError(
-                "cp computes the loss of a language model over parts of a sequence, not that of a function."
+                "cp computes the loss of a language model over parts of a sequence, not that of a function. Omit loss."
             )
         length = _tokens(example)[0].shape[1]
         example, parts = _own_part(example, parts, meshes.cp)
