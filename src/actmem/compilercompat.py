@@ -278,7 +278,7 @@ def call_past(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def has_hooks(module: Any) -> bool:
     """Return whether hooks run when the module is called."""
     before, after = ("_forward_pre_hooks", "_backward_pre_hooks"), ("_forward_hooks", "_backward_hooks")
-    return any(vars(module)[name] for name in (*before, *after))
+    return any(len(getattr(module, name)) > 0 for name in (*before, *after))
 
 
 def compile_with(function: types.FunctionType, compiler: Compiler) -> Callable[..., Any]:

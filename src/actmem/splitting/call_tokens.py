@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ class Tokens:
         """Return a tensor with all tokens in one dimension, and as many dimensions as before."""
         return x.reshape(*self.lead(), self.num, *x.shape[self.num_dims :])
 
-    def taken(self, args: tuple[Any, ...], kwargs: dict[str, Any], take: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def taken(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], take: Callable[[Tensor], Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with `take` of every tensor that has tokens."""
 
         def each(x: Any) -> Any:
@@ -52,10 +55,13 @@ class Tokens:
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Divide the arguments into calls on about as many tokens each."""
         rows = -(-self.num // num)
-        parts = {id(x): self.flat(x).split(rows, dim=self.num_dims - 1) for x in self.tensors}
+        parts = {id(x): torch.split(self.flat(x), rows, dim=self.num_dims - 1) for x in self.tensors}
         self.sizes = [min(rows, self.num - begin) for begin in range(0, self.num, rows)]
 
-        def nth(i: int) -> Any:
-            return lambda x: parts[id(x)][i]
+        def nth(i: int) -> Callable[[Tensor], Tensor]:
+            def piece(x: Tensor) -> Tensor:
+                return parts[id(x)][i]
+
+            return piece
 
         return [self.taken(args, kwargs, nth(i)) for i in range(len(self.sizes))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -41,34 +41,42 @@ def why_not_by_token(module: nn.Module, tokens: Tokens, args: tuple[Any, ...], k
     kept = {name: b.clone() for name, b in buffers.items()}
     device = tokens.tensors[0].device
     kinds = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices=[d.index or 0 for d in kinds], device_type=device.type if kinds else "cuda"):
+    forked = cast(Any, torch.random).fork_rng
+    with forked(devices=[d.index or 0 for d in kinds], device_type=device.type if kinds else "cuda"):
         states = _states(device)
 
-        def run(take: Any) -> list[Tensor]:
-            given, named = tokens.taken(args, kwargs, lambda x: take(sample[id(x)]))
+        def run(take: Callable[[Tensor], Tensor]) -> list[Tensor]:
+            def taken(x: Tensor) -> Tensor:
+                return take(sample[id(x)])
+
+            given, named = tokens.taken(args, kwargs, taken)
             return list(_tensors(functional_call(module, buffers, given, named)))
 
+        def first_half(x: Tensor) -> Tensor:
+            return x.narrow(dim, 0, half)
+
+        def second_half(x: Tensor) -> Tensor:
+            return x.narrow(dim, half, half)
+
         def mixed(x: Tensor) -> Tensor:  # the second half has the values of the first, in reverse
-            first, _ = x.split(half, dim)
-            return torch.cat([first, first.flip(dim)], dim)
+            return torch.cat([first_half(x), first_half(x).flip(dim)], dim)
 
         def mixed_before(x: Tensor) -> Tensor:
-            _, second = x.split(half, dim)
-            return torch.cat([second.flip(dim), second], dim)
+            return torch.cat([second_half(x).flip(dim), second_half(x)], dim)
 
-        whole = run(lambda x: x)
+        whole = run(Tensor.contiguous)
         if any(not torch.equal(one, other) for one, other in zip(states, _states(device), strict=True)):
             return "it draws random numbers, and pieces would draw others"
         if any(not torch.equal(buffers[name], b) for name, b in kept.items()):
             return "it writes to its buffers, and pieces would write more often"
         if any(x.dim() <= dim or x.shape[dim] != num for x in whole):
             return "what it returns does not have a row for each token"
-        halves = [run(lambda x, i=i: x.split(half, dim)[i]) for i in range(2)]
+        halves = [run(first_half), run(second_half)]
         changed = [run(mixed), run(mixed_before)]
     for i in range(2):
         for x, alone, beside in zip(whole, halves[i], changed[i], strict=True):
-            rows = x.split(half, dim)[i]
-            if not _is_near(rows, beside.split(half, dim)[i]):
+            rows = x.narrow(dim, i * half, half)
+            if not _is_near(rows, beside.narrow(dim, i * half, half)):
                 return "its tokens see one another: a token has other results when other tokens have other values"
             if alone.shape != rows.shape or not _is_near(rows, alone):
                 return "a piece of its tokens has other results alone than among the others"

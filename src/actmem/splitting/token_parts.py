@@ -80,9 +80,9 @@ class SplitPart(SplitCall):
         if type(first) in (tuple, list):
             several = zip(*results, strict=True)
             return type(first)(self._joined(tokens, list(each)) for each in several)
-        if first is None and all(x is None for x in results):
-            return None
-        self._refuse(f"it returns a {type(first).__name__}")
+        if any(x is not None for x in results):
+            self._refuse(f"it returns a {type(first).__name__}")
+        return None
 
     def _refuse(self, why: str) -> NoReturn:
         raise UnsupportedError(
