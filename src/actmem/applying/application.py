@@ -24,7 +24,7 @@ from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
 from actmem.settings import Offload, Split, check_split
-from actmem.splitting import SplitHead, split_head
+from actmem.splitting import SplitModel
 from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
 from actmem.torchcompat import named_modules
 
@@ -56,7 +56,7 @@ class Applied:
         offloader: Offloader | None = None,
         undo: Sequence[Callable[[], None]] = (),
         opaque: UnseenFunctions | None = None,
-        head: SplitHead | None = None,
+        split: SplitModel | None = None,
     ) -> None:
         self.plan = plan
         """The resolved decision: print it, save it, read it back."""
@@ -66,7 +66,7 @@ class Applied:
         self._offloader = offloader
         self._undo = list(undo)
         self._opaque = opaque
-        self._head = head
+        self._split = split
 
     def report(self) -> Report:
         """Report which engine ran, and what the latest observed step saved, recomputed, and could not replay. Print it.
@@ -115,7 +115,7 @@ class Applied:
             notes.append("pin = True has no meaning here: there is no accelerator, and so no page-locked memory.")
         notes += broken_notes(self._runners)
         notes += [] if self._opaque is None else self._opaque.notes()
-        notes += [] if self._head is None else self._head.notes()
+        notes += [] if self._split is None else self._split.notes()
         skipped = [s.path for s in self._runners if s.num_without_gradient and s.decisions is None]
         if skipped:
             notes.append(f"skipped, because no gradient flows through: {paths_of(tuple(skipped))}.")
@@ -194,7 +194,8 @@ def apply(
             "replay" runs every such Function again, as one operator, if it gives the same bits twice in the first
             steps; the report lists which did, and which did not and are held.
         split: what to compute in pieces of tokens: `Split(loss=16)` computes logits and loss in chunks, so that the
-            logits are never there as a whole. Sums over tokens are added in another order: `plan.bitwise` is False.
+            logits are never there as a whole; `Split(parts={"mlp": 8})` runs each MLP on an eighth of the tokens at a
+            time, forward and backward. Sums over tokens are added in another order: `plan.bitwise` is False.
         example: a batch, for `Budget`, which profiles the model: a dict for `model(**example)`, or a tuple.
         step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
         loss: a function of the output, for the same; by default `output.loss`.
@@ -531,7 +532,7 @@ def _install(
     optimizer: Any,
 ) -> Applied:
     plan, blocks = resolved.plan, resolved.blocks
-    head = None if plan.split is None else split_head(model, plan.split)
+    split = None if plan.split is None else SplitModel(model, plan.split, blocks)
     offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
     shared = SharedState(plan, model)
     unseen = UnseenFunctions(replay=opaque == "replay")
@@ -548,9 +549,9 @@ def _install(
 
         guard = Guard(model, plan, loss, optimizer)
         undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
-    if head is not None:
-        undo.append(head.remove)
-    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen, head)
+    if split is not None:
+        undo.append(split.remove)
+    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen, split)
 
 
 def _runners(

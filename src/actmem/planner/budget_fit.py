@@ -185,7 +185,7 @@ def fit(
 
     def profiled(split: Split | None) -> list[Profile]:
         called = f"actmem.fit(model, {what}, budget=..., fake=False)"
-        with called_as(called), for_card(known.has_caching_allocator), split_for_now(model, split):
+        with called_as(called), for_card(known.has_caching_allocator), split_for_now(model, split, found_blocks):
             return profiles(
                 model,
                 batches,

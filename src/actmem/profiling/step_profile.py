@@ -29,6 +29,8 @@ from actmem.profiling.optimizer_state import OptimizerLike, optimizer_of
 from actmem.profiling.restored_state import Restored
 from actmem.profiling.session import Session
 from actmem.profiling.shards import sharded, with_optimizer, without_gradients
+from actmem.settings import Split, check_split
+from actmem.splitting import split_for_now
 from actmem.structure import Block, check_module, condition_digest, find_blocks, fingerprint
 from actmem.torchcompat import FakeTensorMode
 
@@ -50,6 +52,7 @@ def profile(
     microbatches: int = 1,
     shard: int = 1,
     device: Device | str | None = None,
+    split: Split | None = None,
 ) -> Profile:
     """Find out what one training step of a model does, value by value.
 
@@ -76,6 +79,7 @@ def profile(
         device: the device that the profile is for, such as "h100-80gb". If it is a card, the step is run in the dtypes
             that autocast has there, under `torch.autocast("cpu")` too. Under `torch.autocast("cuda")` it always is.
             Default: the model's.
+        split: what the step computes in pieces of tokens, as for `apply`.
 
     >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)])
     >>> found = profile(model, (torch.randn(2, 8),), loss=torch.sum)
@@ -109,7 +113,12 @@ def profile(
         )
     known = find_device(device) if isinstance(device, str) else device
     is_for_card = known is not None and known.has_caching_allocator
-    with for_card() if is_for_card else contextlib.nullcontext():
+    if split is not None:
+        check_split(split)
+    pieces = (
+        contextlib.nullcontext() if split is None else split_for_now(model, split, find_blocks(model, blocks, scope))
+    )
+    with for_card() if is_for_card else contextlib.nullcontext(), pieces:
         return profiles(model, [] if example is None else [example], step=step, **options)[0]
 
 
