@@ -66,7 +66,7 @@ def build_job(
         cuts: the stages on this rank, if they are not those that the layout gives it.
         place: makes the copy of a part of the model that is trained.
     """
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, names_only="each rank makes its own")
     meshes = meshes_of(layout)
     length = 0
     if meshes.cp is not None:
