@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from actmem.applying.applied_block import BlockRunner, SharedState, applied_runner, install, uninstall
 from actmem.applying.broken_blocks import broken_notes
@@ -170,6 +171,7 @@ def apply(
     step: Callable[[], object] | None = None,
     loss: Callable[[Any], Any] | None = None,
     fake: bool = True,
+    optimizer: Optimizer | None = None,
 ) -> Applied:
     """Change a model so that training holds only what a mode lets it hold. In place, reversible, names unchanged.
 
@@ -198,6 +200,7 @@ def apply(
         step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
         loss: a function of the output, for the same; by default `output.loss`.
         fake: profile on tensors without bytes, for the same. Otherwise real steps are run.
+        optimizer: your optimizer, for a `Budget` or a plan that counts it: in place of `Budget.optimizer`.
 
     Returns:
         The handle to print what was done, and to undo it.
@@ -217,9 +220,11 @@ def apply(
     """
     profiled = _Profiled(example, step, loss, fake)
     _validate(model, mode, engine, collectives, opaque, profiled)
+    counted = _counted(mode, optimizer)
     if split is not None:
         check_split(split, with_plan=isinstance(mode, (Plan, FromPlan)))
     if isinstance(mode, Budget):
+        mode = replace(mode, optimizer=counted)
         asked = replace(mode, compiled=False) if engine == "tape" else mode
         mode = _fitted(model, asked, profiled, blocks, scope, split)
         blocks = scope = split = None  # the plan names its blocks, and says what is split
@@ -227,7 +232,7 @@ def apply(
     if collectives == "recompute":
         resolved = resolved._replace(plan=replace(resolved.plan, collectives=collectives))
     _refuse_reissued(resolved.plan, engine)
-    return _install(model, resolved, engine, opaque, loss)
+    return _install(model, resolved, engine, opaque, loss, counted)
 
 
 # ---------------------------------------------------------------- validate: refuse what cannot be
@@ -293,6 +298,22 @@ def _refuse_profiled(mode: Mode | Plan, profiled: _Profiled) -> None:
         )
     if isinstance(mode, Budget) and profiled.example is None and profiled.step is None:
         raise ModeError(f"{mode!r} needs a batch to plan for. Write actmem.apply(model, {mode!r}, example=batch).")
+
+
+def _counted(mode: Mode | Plan, optimizer: Optimizer | None) -> Any:
+    """Return the optimizer that a budget counts, or that a plan was made with."""
+    named = mode.optimizer if isinstance(mode, Budget) else None
+    if optimizer is None:
+        return named
+    if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
+        raise ModeError(f"optimizer = {optimizer!r} is not an optimizer. Pass the one that trains the model.")
+    if not isinstance(mode, (Budget, Plan, FromPlan)):
+        raise ModeError(
+            f"optimizer is for a Budget or a plan that counts it; {type(mode).__name__} does not. Leave it out."
+        )
+    if named not in ("adamw", None) and named is not optimizer:
+        raise ModeError("optimizer is given twice, here and in the Budget. Leave out one of them.")
+    return optimizer
 
 
 def _refuse_combined(mode: Mode | Plan, engine: Engine, opaque: Opaque) -> None:
@@ -508,6 +529,7 @@ def _install(
     engine: Engine,
     opaque: Opaque,
     loss: Callable[[Any], Any] | None,
+    optimizer: Any,
 ) -> Applied:
     plan, blocks = resolved.plan, resolved.blocks
     split = None if plan.split is None else SplitModel(model, plan.split, blocks)
@@ -525,7 +547,7 @@ def _install(
     if plan.predicted is not None:
         from actmem.planner import Guard
 
-        guard = Guard(model, plan, loss)
+        guard = Guard(model, plan, loss, optimizer)
         undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
     if split is not None:
         undo.append(split.remove)
