@@ -35,7 +35,6 @@ __all__ = [
     "BackwardCFunction",
     "FakeTensor",
     "FakeTensorMode",
-    "OpOverload",
     "TorchDispatchMode",
     "active_compiler",
     "active_fake_mode",
@@ -94,6 +93,7 @@ __all__ = [
     "without_dispatch_modes",
     "without_fake_mode",
     "without_overrides",
+    "without_wrapper",
     "wrapper_tensor",
 ]
 
@@ -189,6 +189,11 @@ def resolving_bits() -> Generator[None]:
     """
     with _exclude_key(_CONJUGATE, False), _exclude_key(_NEGATIVE, False):
         yield
+
+
+def without_wrapper(func: Any) -> Any:
+    """Return what an operator overload calls: the overload itself is Python code around it, and costs a call."""
+    return func._op if type(func) is OpOverload else func  # pyright: ignore[reportPrivateUsage]
 
 
 def is_composite(func: Any) -> bool:

@@ -36,7 +36,7 @@ import torch
 from actmem.decisions import Reason
 from actmem.engine.values import tensors
 from actmem.ops import GROUPS
-from actmem.torchcompat import OpOverload, is_composite, resolving_bits
+from actmem.torchcompat import is_composite, resolving_bits, without_wrapper
 
 __all__ = [
     "DESCRIBED",
@@ -245,9 +245,8 @@ class Operator:
     def __init__(self, func: Any, packet: str | None = None) -> None:
         """Describe an overload by its schema; or, if `packet` is its name, a callable that is recorded as a whole."""
         self.func = func
-        self.call = self.again = func._op if type(func) is OpOverload else func
-        """What the tape calls, and what a replay calls, outside any handler. An overload itself is Python code around
-        the same function."""
+        self.call = self.again = without_wrapper(func)
+        """What the tape calls, and what a replay calls, outside any handler."""
         self.composite = False
         """Runs as other operators, and the tape records those. See NOTE [ Undivided ]."""
         self.reissued = False

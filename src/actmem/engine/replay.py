@@ -66,7 +66,7 @@ def unpack(packed: Any) -> Tensor:
             _materialise(value)
         elif type(value.held) is Boxed:
             _open(value)
-        base = value.held if value.own else _held(value)
+        base: Any = value.held if value.own else _held(value)
         parameter = type(base) is not Tensor and isinstance(base, Parameter)
         if needs_private_copy(value, 2, parameter=parameter, by_function=asked_by_function):
             with below_autograd():
@@ -80,7 +80,7 @@ def unpack(packed: Any) -> Tensor:
             and not bits
         ):
             tensor = base
-            if parameter:
+            if type(base) is not Tensor and isinstance(base, Parameter):
                 opened_parameter(base)
         else:
             with below_autograd():
@@ -185,6 +185,8 @@ def _run(node: Node, wanted: Value, flags: tuple[Any, ...]) -> None:
     copies = _writable(node) if writes is not None else None
     i: Any
     j: Any
+    size: Any
+    stride: Any
     for i, j, value, size, stride, offset, dtype, bits in node.refs:
         if value is None:
             continue
