@@ -31,8 +31,19 @@ from torch.nn import Parameter
 
 from actmem.compilercompat import is_compiled_backward
 from actmem.engine.holding_rules import made, needs_private_copy, replay_order, written_in_place
-from actmem.engine.tape import Flattened, Handle
-from actmem.engine.values import UNCHECKED, Boxed, Node, Value, checksum, copied, see, tensors, without_bits
+from actmem.engine.values import (
+    UNCHECKED,
+    Boxed,
+    Flattened,
+    Handle,
+    Node,
+    Value,
+    checksum,
+    copied,
+    see,
+    tensors,
+    without_bits,
+)
 from actmem.error_causes import likely_of_replay
 from actmem.errors import FreedStorageError, ReplayError, SelfCheckError, VersionError
 from actmem.torchcompat import (

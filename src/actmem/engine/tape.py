@@ -42,7 +42,8 @@ from actmem.engine.values import (
     KEPT,
     UNCHECKED,
     Boxed,
-    Geometry,
+    Flattened,
+    Handle,
     Node,
     Value,
     checksum,
@@ -65,7 +66,7 @@ from actmem.torchcompat import (
     storage_key,
 )
 
-__all__ = ["Flattened", "Handle", "Tape"]
+__all__ = ["Tape"]
 
 _ref = weakref.ref
 _default_dtype = torch.get_default_dtype
@@ -75,27 +76,6 @@ _SAVE, _RECOMPUTE = Decision.SAVE, Decision.RECOMPUTE
 _SAVED, _OFFLOADED = Reason.SAVED, Reason.OFFLOADED
 _EXTERNAL, _GENERATOR = Reason.EXTERNAL, Reason.GENERATOR
 _COLLECTIVE, _OPAQUE, _UNINITIALISED = Reason.COLLECTIVE, Reason.OPAQUE, Reason.UNINITIALISED
-
-
-class Handle:
-    """What autograd holds instead of a saved tensor: a value, and how to view it."""
-
-    __slots__ = ("__weakref__", "checksum", "tape", "value", "view")
-
-    def __init__(self, tape: Tape, value: Value, view: Geometry) -> None:
-        self.tape = tape
-        self.value = value
-        self.view = view
-        self.checksum: int | None = None
-
-
-class Flattened:
-    """A saved wrapper subclass (DTensor, nested tensor): its inner tensors packed one by one."""
-
-    __slots__ = ("context", "inner", "kind", "size", "stride")
-
-    def __init__(self, kind: type, inner: dict[str, Any], context: Any, size: Any, stride: Any) -> None:
-        self.kind, self.inner, self.context, self.size, self.stride = kind, inner, context, size, stride
 
 
 class Tape(Holdings, TorchDispatchMode):

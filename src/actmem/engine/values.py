@@ -35,7 +35,9 @@ from actmem.torchcompat import FakeTensor, storage_key
 __all__ = [
     "Again",
     "Boxed",
+    "Flattened",
     "Geometry",
+    "Handle",
     "Node",
     "Value",
     "checksum",
@@ -163,6 +165,27 @@ class Node:
             self.writes.append((i, j, t.untyped_storage().nbytes() if whole else -1, t.device))
             if whole:
                 self.refs = [(*r[:2], None, *r[3:]) if r[0] == i and r[1] == j else r for r in self.refs]
+
+
+class Handle:
+    """What autograd holds instead of a saved tensor: a value, and how to view it."""
+
+    __slots__ = ("__weakref__", "checksum", "tape", "value", "view")
+
+    def __init__(self, tape: Any, value: Value, view: Geometry) -> None:
+        self.tape = tape
+        self.value = value
+        self.view = view
+        self.checksum: int | None = None
+
+
+class Flattened:
+    """A saved wrapper subclass (DTensor, nested tensor): its inner tensors packed one by one."""
+
+    __slots__ = ("context", "inner", "kind", "size", "stride")
+
+    def __init__(self, kind: type, inner: dict[str, Any], context: Any, size: Any, stride: Any) -> None:
+        self.kind, self.inner, self.context, self.size, self.stride = kind, inner, context, size, stride
 
 
 def _count_of_a_local() -> int:
