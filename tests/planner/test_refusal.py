@@ -49,7 +49,7 @@ def test_the_stated_budget_works_and_what_is_proven_to_be_too_little_does_not(he
     refused(training, int((float(proven[1]) - 0.1) * 2**20))
 
 
-@pytest.mark.parametrize("budget", ["10MiB", "6MiB"])
+@pytest.mark.parametrize("budget", ["100MiB", "68MiB", "56MiB"])
 def test_the_number_of_ranks_that_is_named_is_enough_and_one_less_is_not(budget: str) -> None:
     training = Training(stack(width=512), rows(64, 512), mean)
     text = refused(training, budget, optimizer="adamw")
