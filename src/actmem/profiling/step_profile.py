@@ -112,6 +112,7 @@ def profile(
         return profiles(model, [] if example is None else [example], step=step, **options)[0]
 
 
+@uncollected()
 def profiles(
     model: nn.Module,
     examples: Sequence[dict[str, Any] | tuple[Any, ...]],
