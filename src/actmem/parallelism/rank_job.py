@@ -62,7 +62,7 @@ def build_job(
         cuts: the stages on this rank, if they are not those that the layout gives it.
         place: makes the copy of a part of the model that is trained.
     """
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, names_only="each rank makes its own")
     mesh = _mesh(layout)
     if layout.pp > 1:
         if cuts is None:
