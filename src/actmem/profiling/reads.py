@@ -40,7 +40,10 @@ _MISSING = object()
 _STATE = ("_parameters", "_buffers")
 _EVERYTHING = "__dict__"
 _FORWARD = (0, "forward")
-_CODE = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
+_CODE = (
+    *(types.FunctionType, types.GetSetDescriptorType, property),
+    *(staticmethod, classmethod, functools.cached_property),
+)
 """Attributes of classes that read the rest themselves."""
 _HOOKS = (OrderedDict, dict)
 _MOST_NUMBERS = 4096
