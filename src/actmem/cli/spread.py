@@ -117,7 +117,6 @@ def check_spread(asked: Fit, mistakes: Mistakes) -> Layout | None:
     refused = {
         "shard": asked.shard != 1,
         "optimizer-dtype": asked.optimizer_dtype is not None,
-        "report": asked.report is not None and layout.pp > 1,
         "timeline": asked.timeline is not None and layout.pp > 1,
         "fake": not asked.fake,
     }
