@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol, cast
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from actmem.errors import UnsupportedError
@@ -18,8 +19,10 @@ from actmem.torchcompat import without_fake_mode
 __all__ = [
     "PipelineWatcher",
     "as_in_training",
+    "fewer_microbatches",
     "held_messages",
     "link_traffic",
+    "own_chunks",
     "place_in",
     "real_meshes",
     "silent_group",
@@ -96,6 +99,38 @@ def as_in_training() -> Generator[None]:
     finally:
         for module, plain in zip(modules, before, strict=True):
             setattr(module, name, plain)
+
+
+@contextlib.contextmanager
+def own_chunks() -> Generator[None]:
+    """Let FSDP2 cut only those chunks off a parameter that it looks at: its own and the first.
+
+    It would make a view for every rank, so that building a model would take longer the more ranks there are.
+    """
+    import torch.distributed.fsdp._fully_shard._fsdp_param as sharding
+
+    module: Any = sharding
+    name = "_chunk_with_empty"
+    plain = vars(module)[name]
+    setattr(module, name, _Chunks)
+    try:
+        yield
+    finally:
+        setattr(module, name, plain)
+
+
+class _Chunks:
+    """What `torch.chunk` would return, filled up with empty tensors. Each chunk is made when it is asked for."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, number: int) -> Tensor:
+        begin, whole = number * self._size, self._tensor.size(self._dim)
+        if number and begin >= whole:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, begin, min(self._size, whole - begin))
 
 
 _PARTS = {
@@ -201,6 +236,29 @@ def silent_pipelines(watcher: PipelineWatcher) -> Generator[None]:
             yield
     finally:
         kind._warmup_p2p = vote
+
+
+@contextlib.contextmanager
+def fewer_microbatches(schedule: Any, count: int, args: tuple[Any, ...], target: Tensor | None) -> Generator[None]:
+    """Let the first step of a pipeline's schedule have fewer microbatches. Its stage is made ready for all of them.
+
+    Args:
+        schedule: a schedule with one stage on each rank, which has not run.
+        count: how many microbatches.
+        args: what the first stage is given for one microbatch.
+        target: what the last stage is.
+    """
+    stage, whole = schedule._stage, schedule._n_microbatches
+    stage.has_backward = schedule._has_backward
+    schedule._initialize_stage(args, {}, target)
+    schedule._n_microbatches = count
+    reduce = stage.perform_reduce_grad
+    stage.perform_reduce_grad = lambda _: reduce(whole)  # DTensor looks for its rule now, and not in later steps
+    try:
+        yield
+    finally:
+        schedule._n_microbatches = whole
+        del stage.perform_reduce_grad
 
 
 class held_messages(TorchFunctionMode):  # noqa: N801 - used as the functions above

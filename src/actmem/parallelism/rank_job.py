@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from actmem.distributedcompat import fewer_microbatches
 from actmem.errors import ModeError
 from actmem.layout import Layout
 from actmem.modes import check_optimizer
@@ -24,6 +25,8 @@ __all__ = ["RankJob", "build_job"]
 
 Batch = dict[str, Any] | tuple[Any, ...]
 _DP = ("dp_replicate", "dp_shard")
+_FEW = 2
+"""Microbatches of a shortened step: with fewer, gradients are not added up."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ def build_job(
     blocks: Sequence[str] = (),
     cuts: Sequence[Cut] | None = None,
     place: Callable[[nn.Module], nn.Module] = copy.deepcopy,
+    shortens_first: bool = False,
 ) -> RankJob:
     """Build this rank's part of a job. The default process group must have as many ranks as the layout.
 
@@ -61,13 +65,15 @@ def build_job(
         blocks: paths of the model's blocks.
         cuts: the stages on this rank, if they are not those that the layout gives it.
         place: makes the copy of a part of the model that is trained.
+        shortens_first: let the first step have two microbatches at most. It leaves the same behind as a whole one:
+            the optimizer's state, and buffers to receive all microbatches.
     """
     check_optimizer(optimizer)
     mesh = _mesh(layout)
     if layout.pp > 1:
         if cuts is None:
             cuts = cuts_on_rank(parts, layout, mesh["pp"].get_local_rank())
-        return _pipeline(parts, example, layout, mesh, cuts, place, optimizer, together)
+        return _pipeline(parts, example, layout, mesh, cuts, place, optimizer, together, shortens_first=shortens_first)
     model = place(parts.model)
     if layout.tp > 1:
         known: Any = model
@@ -81,9 +87,12 @@ def build_job(
         )
     _shard(model, [model.get_submodule(path) for path in blocks], layout, mesh)
     trained = _optimizer(model, optimizer, together)
+    is_short = shortens_first
 
     def step() -> None:
-        for _ in range(layout.microbatches):
+        nonlocal is_short
+        count, is_short = min(layout.microbatches, _FEW) if is_short else layout.microbatches, False
+        for _ in range(count):
             out: Any = model(**example) if isinstance(example, dict) else model(*example)
             value = loss_of(out, loss)
             (value if layout.microbatches == 1 else value / layout.microbatches).backward()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
@@ -141,6 +150,8 @@ def _pipeline(
     place: Callable[[nn.Module], nn.Module],
     optimizer: str | None,
     together: bool | None,
+    *,
+    shortens_first: bool,
 ) -> RankJob:
     """Build the stages of this rank, and the schedule that runs them."""
     from torch.distributed.pipelining import PipelineStage
@@ -180,13 +191,24 @@ def _pipeline(
     run = kind(stages if layout.virtual > 1 else stages[0], layout.microbatches, loss_fn=parts.loss)
     model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     trained = _optimizer(model, optimizer, together)
-    given = (ids.repeat(layout.microbatches, 1),) if 0 in indices else ()
     is_last = layout.num_stages - 1 in indices
-    wanted = labels.repeat(layout.microbatches, 1)
+    whole = tuple(tokens.repeat(layout.microbatches, 1) for tokens in (ids, labels))
+
+    def run_one(given: Tensor, wanted: Tensor) -> None:
+        tokens = (given,) if 0 in indices else ()
+        run.step(*tokens, **({"target": wanted, "losses": []} if is_last else {}), return_outputs=False)
+        _finish(trained)
+
+    is_short = shortens_first and layout.virtual == 1 and layout.microbatches > _FEW
 
     def step() -> None:
-        run.step(*given, **({"target": wanted, "losses": []} if is_last else {}), return_outputs=False)
-        _finish(trained)
+        nonlocal is_short
+        if is_short:
+            is_short = False
+            with fewer_microbatches(run, _FEW, (ids,) * (0 in indices), labels if is_last else None):
+                run_one(*(tokens.repeat(_FEW, 1) for tokens in (ids, labels)))
+        else:
+            run_one(*whole)
 
     return RankJob(model, trained, step)
 

@@ -418,6 +418,7 @@ def _same_each_time(
     if not solution.feasible or most == 1:
         return solution
     best: Solution | None = None
+    known: set[str] = set()
     for nth in range(-1, most):
         keeps: Keeps = [[]] * len(p.layers)
         for group in groups.values():
@@ -433,6 +434,9 @@ def _same_each_time(
                 each = [each[min(nth, len(each) - 1)]] * len(group)
             for n, keep in zip(group, each, strict=True):
                 keeps[n] = list(keep)
+        if (text := repr(keeps)) in known:
+            continue
+        known.add(text)
         found = simulate(p, keeps, exact=True)
         replayed = sum(seconds[cost] for cost in _replayed(p, found))
         tried = replace(

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from actmem.distributedcompat import as_in_training, held_messages, real_meshes, silent_group, silent_pipelines
+from actmem.distributedcompat import as_in_training, held_messages, own_chunks, real_meshes, silent_group, silent_pipelines
 from actmem.errors import ModeError, UnsupportedError
 from actmem.expert_loads import Routing, check_routing
 from actmem.profiles import Place, Profile
@@ -37,7 +37,7 @@ from actmem.profiling.loops import profile_made
 from actmem.profiling.numbers import Numbers
 from actmem.profiling.pipeline_actions import PipelineActions
 from actmem.structure import check_module, condition_digest, find_blocks, fingerprint
-from actmem.torchcompat import FakeTensorMode
+from actmem.torchcompat import UnpinningFakeMode
 
 __all__ = ["profile_rank"]
 
@@ -97,12 +97,12 @@ def profile_rank(
     (12336, 3)
     """
     _check(build, world, rank, routing)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False
+    mode = UnpinningFakeMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(silent_group(world, rank))
         stack.enter_context(real_meshes())
         stack.enter_context(as_in_training())
+        stack.enter_context(own_chunks())
         stack.enter_context(silent_pipelines(pipeline := PipelineActions()))
         stack.enter_context(held_messages())
         stack.enter_context(quiet())
