@@ -90,6 +90,8 @@ __all__ = [
     "without_autocast",
     "without_dispatch_modes",
     "without_fake_mode",
+    "without_overrides",
+    "wrapper_tensor",
 ]
 
 _attention: Any = _torch_attention
@@ -313,6 +315,16 @@ _APPLY: Any = cast(Any, torch.autograd.Function).apply.__func__.__code__
 def named_modules(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return `module.named_modules()` as a list, with the types that torch omits."""
     return list(module.named_modules())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def wrapper_tensor(kind: type, shape: Any, **options: Any) -> Any:
+    """Make a tensor of a subclass that has a shape, a dtype and a device, and no bytes."""
+    return cast(Any, torch.Tensor)._make_wrapper_subclass(kind, shape, **options)
+
+
+def without_overrides() -> Any:
+    """Have torch functions do what they do for plain tensors, while it is entered."""
+    return torch._C.DisableTorchFunctionSubclass()  # pyright: ignore[reportPrivateUsage]
 
 
 def named_buffers(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor | None]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from actmem.applying import apply
-from actmem.errors import ModeError
+from actmem.errors import ModeError, UnsupportedError
 from actmem.modes import Mode
 from actmem.plan import Plan
 from actmem.profiling import Restored, generator_states, inputs_of, loss_of
@@ -209,10 +209,16 @@ def _reference(
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
     kind = next(model.parameters()).device.type
+    given, named = tree_map(doubled, batches), {n: wide[id(t)] for n, t in inputs.items()}
     with torch.autocast(kind, enabled=False):
-        return _step(
-            model, tree_map(doubled, batches), {n: wide[id(t)] for n, t in inputs.items()}, loss, seed, forwards
-        )
+        try:
+            return _step(model, given, named, loss, seed, forwards)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"a split step is compared with the same step of a copy in float64, and this model cannot run in "
+                f"float64: {str(error).splitlines()[0]}. Choose other kernels for the comparison, such as "
+                "model.set_experts_implementation('batched_mm') in transformers."
+            ) from error
 
 
 def _rounding(plain: _Outcome, split: _Outcome, truth: _Outcome) -> Rounding:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from actmem.applying.applied_block import BlockRunner, SharedState, applied_runner, install, uninstall
 from actmem.applying.broken_blocks import broken_notes
@@ -23,7 +24,7 @@ from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
 from actmem.settings import Offload, Split, check_split
-from actmem.splitting import SplitHead, split_head
+from actmem.splitting import SplitModel
 from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
 from actmem.torchcompat import named_modules
 
@@ -55,7 +56,7 @@ class Applied:
         offloader: Offloader | None = None,
         undo: Sequence[Callable[[], None]] = (),
         opaque: UnseenFunctions | None = None,
-        head: SplitHead | None = None,
+        split: SplitModel | None = None,
     ) -> None:
         self.plan = plan
         """The resolved decision: print it, save it, read it back."""
@@ -65,7 +66,7 @@ class Applied:
         self._offloader = offloader
         self._undo = list(undo)
         self._opaque = opaque
-        self._head = head
+        self._split = split
 
     def report(self) -> Report:
         """Report which engine ran, and what the latest observed step saved, recomputed, and could not replay. Print it.
@@ -114,7 +115,7 @@ class Applied:
             notes.append("pin = True has no meaning here: there is no accelerator, and so no page-locked memory.")
         notes += broken_notes(self._runners)
         notes += [] if self._opaque is None else self._opaque.notes()
-        notes += [] if self._head is None else self._head.notes()
+        notes += [] if self._split is None else self._split.notes()
         skipped = [s.path for s in self._runners if s.num_without_gradient and s.decisions is None]
         if skipped:
             notes.append(f"skipped, because no gradient flows through: {paths_of(tuple(skipped))}.")
@@ -170,6 +171,7 @@ def apply(
     step: Callable[[], object] | None = None,
     loss: Callable[[Any], Any] | None = None,
     fake: bool = True,
+    optimizer: Optimizer | None = None,
 ) -> Applied:
     """Change a model so that training holds only what a mode lets it hold. In place, reversible, names unchanged.
 
@@ -192,11 +194,13 @@ def apply(
             "replay" runs every such Function again, as one operator, if it gives the same bits twice in the first
             steps; the report lists which did, and which did not and are held.
         split: what to compute in pieces of tokens: `Split(loss=16)` computes logits and loss in chunks, so that the
-            logits are never there as a whole. Sums over tokens are added in another order: `plan.bitwise` is False.
+            logits are never there as a whole; `Split(parts={"mlp": 8})` runs each MLP on an eighth of the tokens at a
+            time, forward and backward. Sums over tokens are added in another order: `plan.bitwise` is False.
         example: a batch, for `Budget`, which profiles the model: a dict for `model(**example)`, or a tuple.
         step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
         loss: a function of the output, for the same; by default `output.loss`.
         fake: profile on tensors without bytes, for the same. Otherwise real steps are run.
+        optimizer: your optimizer, for a `Budget` or a plan that counts it: in place of `Budget.optimizer`.
 
     Returns:
         The handle to print what was done, and to undo it.
@@ -216,9 +220,11 @@ def apply(
     """
     profiled = _Profiled(example, step, loss, fake)
     _validate(model, mode, engine, collectives, opaque, profiled)
+    counted = _counted(mode, optimizer)
     if split is not None:
         check_split(split, with_plan=isinstance(mode, (Plan, FromPlan)))
     if isinstance(mode, Budget):
+        mode = replace(mode, optimizer=counted)
         asked = replace(mode, compiled=False) if engine == "tape" else mode
         mode = _fitted(model, asked, profiled, blocks, scope, split)
         blocks = scope = split = None  # the plan names its blocks, and says what is split
@@ -226,7 +232,7 @@ def apply(
     if collectives == "recompute":
         resolved = resolved._replace(plan=replace(resolved.plan, collectives=collectives))
     _refuse_reissued(resolved.plan, engine)
-    return _install(model, resolved, engine, opaque, loss)
+    return _install(model, resolved, engine, opaque, loss, counted)
 
 
 # ---------------------------------------------------------------- validate: refuse what cannot be
@@ -292,6 +298,22 @@ def _refuse_profiled(mode: Mode | Plan, profiled: _Profiled) -> None:
         )
     if isinstance(mode, Budget) and profiled.example is None and profiled.step is None:
         raise ModeError(f"{mode!r} needs a batch to plan for. Write actmem.apply(model, {mode!r}, example=batch).")
+
+
+def _counted(mode: Mode | Plan, optimizer: Optimizer | None) -> Any:
+    """Return the optimizer that a budget counts, or that a plan was made with."""
+    named = mode.optimizer if isinstance(mode, Budget) else None
+    if optimizer is None:
+        return named
+    if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
+        raise ModeError(f"optimizer = {optimizer!r} is not an optimizer. Pass the one that trains the model.")
+    if not isinstance(mode, (Budget, Plan, FromPlan)):
+        raise ModeError(
+            f"optimizer is for a Budget or a plan that counts it; {type(mode).__name__} does not. Leave it out."
+        )
+    if named not in ("adamw", None) and named is not optimizer:
+        raise ModeError("optimizer is given twice, here and in the Budget. Leave out one of them.")
+    return optimizer
 
 
 def _refuse_combined(mode: Mode | Plan, engine: Engine, opaque: Opaque) -> None:
@@ -507,9 +529,10 @@ def _install(
     engine: Engine,
     opaque: Opaque,
     loss: Callable[[Any], Any] | None,
+    optimizer: Any,
 ) -> Applied:
     plan, blocks = resolved.plan, resolved.blocks
-    head = None if plan.split is None else split_head(model, plan.split)
+    split = None if plan.split is None else SplitModel(model, plan.split, blocks)
     offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
     shared = SharedState(plan, model)
     unseen = UnseenFunctions(replay=opaque == "replay")
@@ -524,11 +547,11 @@ def _install(
     if plan.predicted is not None:
         from actmem.planner import Guard
 
-        guard = Guard(model, plan, loss)
+        guard = Guard(model, plan, loss, optimizer)
         undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
-    if head is not None:
-        undo.append(head.remove)
-    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen, head)
+    if split is not None:
+        undo.append(split.remove)
+    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen, split)
 
 
 def _runners(

@@ -68,7 +68,7 @@ def build_job(
         shortens_first: let the first step have two microbatches at most. It leaves the same behind as a whole one:
             the optimizer's state, and buffers to receive all microbatches.
     """
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, names_only="each rank makes its own")
     mesh = _mesh(layout)
     if layout.pp > 1:
         if cuts is None:

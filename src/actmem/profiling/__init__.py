@@ -6,6 +6,7 @@ from actmem.profiling.complaints import called_as
 from actmem.profiling.examples import argument_names, loss_of, named_arguments, shapes_of
 from actmem.profiling.fake_model import fake_part
 from actmem.profiling.kernel_workspaces import KernelWorkspaces
+from actmem.profiling.optimizer_state import OptimizerLike
 from actmem.profiling.rank_profile import profile_rank
 from actmem.profiling.restored_state import Restored, generator_states, inputs_of
 from actmem.profiling.shards import STEP, sharded
@@ -16,6 +17,7 @@ __all__ = [
     "CompiledRun",
     "CompiledStep",
     "KernelWorkspaces",
+    "OptimizerLike",
     "Restored",
     "Section",
     "argument_names",

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from actmem.log_entries import Dropped, OpRan, PhaseBegan, Unpacked
 from actmem.profiles import Cost, Profile
+from actmem.profiling.optimizer_trial import OptimizerTrial
 
 __all__ = ["STEP", "sharded", "with_optimizer", "without_gradients"]
 
@@ -22,23 +23,26 @@ STEP = "optimizer step"
 """The name used for the operator where the optimizer's step is the peak."""
 
 
-def with_optimizer(profile: Profile, name: str, state_bytes: int, transient_bytes: int) -> Profile:
+def with_optimizer(profile: Profile, optimizer: OptimizerTrial) -> Profile:
     """Add what an optimizer keeps, and its step at the end.
 
-    >>> with_optimizer(Profile(base_bytes=10), "adamw", 20, 5).base_bytes
+    >>> with_optimizer(Profile(base_bytes=10), OptimizerTrial("adamw", 20, 5)).base_bytes
     30
     """
+    state_bytes = optimizer.state_bytes
     log = [entry.shifted(state_bytes) for entry in profile.log]
     costs = profile.costs
-    if name != "none" and log:
+    if optimizer.name != "none" and log:
         end = next(e for e in reversed(log) if isinstance(e, PhaseBegan) and e.name == "end")
-        log.append(OpRan(len(costs), end.live_bytes + transient_bytes))
+        log.append(OpRan(len(costs), end.live_bytes + optimizer.step_bytes))
         costs = (*costs, Cost(STEP, 0, 0, ""))
     return replace(
         profile,
         base_bytes=profile.base_bytes + state_bytes,
         optimizer_bytes=state_bytes,
-        optimizer=name,
+        optimizer=optimizer.name,
+        optimizer_stock=optimizer.stock,
+        optimizer_memory=optimizer.memory,
         log=tuple(log),
         costs=costs,
     )
