@@ -7,7 +7,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Generator
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -111,7 +111,7 @@ def own_chunks() -> Generator[None]:
 
     module: Any = sharding
     name = "_chunk_with_empty"
-    plain = vars(module)[name]
+    plain: Any = vars(module)[name]
     setattr(module, name, _Chunks)
     try:
         yield
@@ -147,8 +147,18 @@ _PARTS = {
 on a ring of n ranks, all but an n-th part of it."""
 
 
-def link_traffic(name: str, args: tuple[Any, ...], given_bytes: int, made_bytes: int) -> tuple[int, int]:
-    """Return the bytes that a collective sends over a rank's link, and how far apart the ranks of its group are.
+class LinkTraffic(NamedTuple):
+    """What a collective sends."""
+
+    num_bytes: int = 0
+    """Over the link of a rank, in one direction."""
+    reach: int = 0
+    """How far apart the ranks of its group are: ranks 8 to 15 are 8 apart, counted from the first to the last."""
+    ranks: tuple[int, ...] = ()
+
+
+def link_traffic(name: str, args: tuple[Any, ...], given_bytes: int, made_bytes: int) -> LinkTraffic:
+    """Return what a collective sends over a rank's link.
 
     Args:
         name: the operator, such as `_c10d_functional.all_reduce.default`.
@@ -157,18 +167,18 @@ def link_traffic(name: str, args: tuple[Any, ...], given_bytes: int, made_bytes:
         made_bytes: bytes of what it gets.
 
     Returns:
-        Both are 0 for any other operator. Ranks 8 to 15 are 8 apart, counted from the first to the last.
+        Nothing, for any other operator.
     """
     namespace, _, base = name.rpartition(".")[0].partition(".")
     if namespace not in ("_c10d_functional", "c10d") or base not in _PARTS:
-        return 0, 0
+        return LinkTraffic()
     group = next((found for arg in args if (found := _group(arg)) is not None), None)
     if group is None:
-        return 0, 0
+        return LinkTraffic()
     ranks = dist.get_process_group_ranks(group)
     given, made = _PARTS[base]
     passed = given * given_bytes + made * made_bytes
-    return passed * (len(ranks) - 1) // len(ranks), max(ranks) - min(ranks) + 1
+    return LinkTraffic(passed * (len(ranks) - 1) // len(ranks), max(ranks) - min(ranks) + 1, tuple(ranks))
 
 
 def _group(arg: object) -> Any:
@@ -252,8 +262,12 @@ def fewer_microbatches(schedule: Any, count: int, args: tuple[Any, ...], target:
     stage.has_backward = schedule._has_backward
     schedule._initialize_stage(args, {}, target)
     schedule._n_microbatches = count
-    reduce = stage.perform_reduce_grad
-    stage.perform_reduce_grad = lambda _: reduce(whole)  # DTensor looks for its rule now, and not in later steps
+    reduce: Any = stage.perform_reduce_grad
+
+    def reduce_whole(_: int) -> None:
+        reduce(whole)  # as in later steps, so that DTensor looks for the rule of its division now
+
+    stage.perform_reduce_grad = reduce_whole
     try:
         yield
     finally:

@@ -99,7 +99,7 @@ def with_more_turns(actions: Sequence[Action], stage: int, microbatches: int) ->
 
 
 def _numbered(actions: Sequence[Action], stage: int) -> Iterator[Action]:
-    """Number the microbatches of one stage in the order in which they come."""
+    """Yield actions whose microbatches are numbered in the order in which they come."""
     counts: dict[str, int] = {}
     for action in actions:
         number = counts[action.kind] = counts.get(action.kind, -1) + 1

@@ -113,11 +113,13 @@ def _in_flight(
             continue
         tokens_bytes = example["input_ids"].nbytes if isinstance(example, dict) else 0
         found = _with_buffers(longer, seen, traced + turns, layout.microbatches, tokens_bytes)
+        assert seen.place is not None
         pipeline = tuple(layout.rank_of(pp=n) for n in range(layout.pp))
+        groups = (layout.pp, *seen.place.groups[1:])  # the first is that of a shorter pipeline
         return replace(
             found,
             actions=with_more_turns(found.actions, pp, layout.microbatches),
-            place=Place(layout.world, pipeline[pp], pipeline, layout.num_stages),
+            place=Place(layout.world, pipeline[pp], pipeline, layout.num_stages, groups),
         ), num + turns
     raise AssertionError("a profile that is not extended is as it was")
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -181,7 +181,7 @@ class _Loop:
         )
         chronicle.close()
         if pipeline is not None:
-            pipeline.note = None
+            pipeline.note, pipeline.groups = None, chronicle.groups
         assert seen is not None
         return seen
 
@@ -271,8 +271,9 @@ class _Phased(Chronicle):
     def note(self, entry: Entry) -> None:
         """Add an entry; before a block or a phase, also the current bytes of gradients, if they changed."""
         if isinstance(entry, (Entered, PhaseBegan)):
-            unique = {id(t): t.nbytes for t, role in self._holdings() if role == "gradients"}
-            now = sum(unique.values())
+            gradients = {id(t): t for t, role in self._holdings() if role == "gradients"}
+            # A gradient that is divided over ranks takes what this one has of it.
+            now = sum(_own_bytes(t) for t in gradients.values())
             if now != self._gradients:
                 self._gradients = now
                 super().note(GradientsCounted(now, self.live_bytes))
@@ -323,6 +324,14 @@ class _Phased(Chronicle):
 
 
 watches(__file__)  # its handler comes between torch's and the chronicle's
+
+
+def _own_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; of one that is divided over ranks, the bytes of this rank's part."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.nbytes
+    names: list[str] = cast("Any", tensor).__tensor_flatten__()[0]
+    return sum(_own_bytes(part) for name in names if isinstance(part := getattr(tensor, name), Tensor))
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -26,7 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from actmem.distributedcompat import as_in_training, held_messages, own_chunks, real_meshes, silent_group, silent_pipelines
+from actmem.collector import uncollected
+from actmem.distributedcompat import (
+    as_in_training,
+    held_messages,
+    own_chunks,
+    real_meshes,
+    silent_group,
+    silent_pipelines,
+)
 from actmem.errors import ModeError, UnsupportedError
 from actmem.expert_loads import Routing, check_routing
 from actmem.profiles import Place, Profile
@@ -106,6 +114,7 @@ def profile_rank(
         stack.enter_context(silent_pipelines(pipeline := PipelineActions()))
         stack.enter_context(held_messages())
         stack.enter_context(quiet())
+        stack.enter_context(uncollected())
         stack.enter_context(mode)
         stack.enter_context(assuming := Assuming(routing))
         stack.enter_context(Numbers())
@@ -123,7 +132,8 @@ def profile_rank(
             with assuming.router.rehearsal():
                 step()
         seen = profile_made(model, found, torch.device("cpu"), step, mode, pipeline=pipeline, **facts)
-    place = Place(world, rank, pipeline.ranks, pipeline.num_stages)
+    groups = [*([pipeline.ranks] if pipeline.ranks else []), *sorted(pipeline.groups)]
+    place = Place(world, rank, pipeline.ranks, pipeline.num_stages, tuple(map(len, groups)))
     return replace(seen, routing=assuming.routing, expert_loads=assuming.router.loads, place=place)
 
 
