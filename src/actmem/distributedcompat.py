@@ -17,8 +17,10 @@ from actmem.errors import UnsupportedError
 from actmem.torchcompat import without_fake_mode
 
 __all__ = [
+    "LinkTraffic",
     "PipelineWatcher",
     "as_in_training",
+    "exchanged_rows",
     "fewer_microbatches",
     "held_messages",
     "link_traffic",
@@ -342,6 +344,21 @@ class _Held:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+
+def exchanged_rows(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send rows to each rank of a group, in order, and return those that they send, as autograd can follow it.
+
+    Args:
+        rows: what to send.
+        received: how many rows each rank sends.
+        sent: how many of the rows go to each rank.
+        group: the ranks.
+    """
+    from torch.distributed import _functional_collectives
+
+    private: Any = _functional_collectives
+    return private.all_to_all_single_autograd(rows, received, sent, group)
 
 
 def place_in(group: Any) -> tuple[tuple[int, ...], int]:
