@@ -113,7 +113,7 @@ def own_chunks() -> Generator[None]:
 
     module: Any = sharding
     name = "_chunk_with_empty"
-    plain: Any = vars(module)[name]
+    plain: Any = getattr(module, name)
     setattr(module, name, _Chunks)
     try:
         yield

@@ -376,7 +376,7 @@ def _replayed(p: Profile, found: Simulated) -> list[int]:
 _FEW_LAYERS = 48
 """Up to this many layers the named modes are tried first; with more, only where the solver leaves a gap."""
 _NEAR = 5e-4
-_MOST_TRIED = 6
+_MOST_TRIED = 4
 """Of how many calls of a block the decisions are tried for all of them."""
 
 
