@@ -9,16 +9,18 @@ import sys
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from actmem.errors import UnsupportedError
-from actmem.torchcompat import without_fake_mode
+from actmem.torchcompat import FakeTensorMode, without_fake_mode
 
 __all__ = [
     "LinkTraffic",
     "PipelineWatcher",
+    "UnpinningFakeMode",
     "as_in_training",
     "exchanged_rows",
     "fewer_microbatches",
@@ -32,6 +34,15 @@ __all__ = [
 ]
 
 _MAKES_MESHES = ("__init__", "_flatten", "_unflatten", "_concatenate", "from_group")
+
+
+class UnpinningFakeMode(FakeTensorMode):
+    """A fake mode whose cache keeps nothing alive: calls that are given a storage or a process group bypass it."""
+
+    def _cached_dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if any(isinstance(x, (torch.UntypedStorage, torch.ScriptObject)) for x in (*args, *kwargs.values())):
+            return self._dispatch_impl(func, types, args, kwargs)
+        return super()._cached_dispatch_impl(func, types, args, kwargs)
 
 
 @contextlib.contextmanager

@@ -108,16 +108,6 @@ active_fake_mode: Any = detect_fake_mode
 without_fake_mode: Any = unset_fake_temporarily
 """Return a context in which tensors are real, although a fake mode is active."""
 
-
-class UnpinningFakeMode(FakeTensorMode):
-    """A fake mode whose cache keeps nothing alive: calls that are given a storage or a process group bypass it."""
-
-    def _cached_dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if any(isinstance(x, (torch.UntypedStorage, torch.ScriptObject)) for x in (*args, *kwargs.values())):
-            return self._dispatch_impl(func, types, args, kwargs)
-        return super()._cached_dispatch_impl(func, types, args, kwargs)
-
-
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _FAKE: Any = _C._TorchDispatchModeKey.FAKE
 _get_mode: Callable[[Any], Any] = _C._get_dispatch_mode

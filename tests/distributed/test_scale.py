@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import actmem
 from actmem import Layout, distributedcompat
 from actmem.catalogue import build, example, tiny
+from actmem.distributedcompat import UnpinningFakeMode
 from actmem.parallelism import layout_profile
 from actmem.simulation import groups_of, outside_torch
-from actmem.torchcompat import UnpinningFakeMode
 
 CONFIG = replace(tiny("llama-3.1-8b"), num_layers=2)
 EVERYTHING = Layout(pp=2, tp=2, dp_shard=4, sequence_parallel=True, microbatches=4)

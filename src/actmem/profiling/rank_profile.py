@@ -12,7 +12,7 @@ restored: the model is made for the profile and forgotten after it, and the grou
 
 Some things must stay real. A device mesh is a table of ranks that is looked up by value, so it is made outside the fake
 mode; so are the integers that a program looks at (NOTE [ What is real in a fake step ]). The cache of the fake mode is
-off, because it keeps storages alive that are handed to `set_`.
+bypassed by calls that are given a storage, such as `set_`: it would keep the storage alive.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import nn
 
 from actmem.collector import uncollected
 from actmem.distributedcompat import (
+    UnpinningFakeMode,
     as_in_training,
     held_messages,
     own_chunks,
@@ -45,7 +46,6 @@ from actmem.profiling.loops import profile_made
 from actmem.profiling.numbers import Numbers
 from actmem.profiling.pipeline_actions import PipelineActions
 from actmem.structure import check_module, condition_digest, find_blocks, fingerprint
-from actmem.torchcompat import UnpinningFakeMode
 
 __all__ = ["profile_rank"]
 
