@@ -147,12 +147,17 @@ def profiled_stages(asked: Fit, loaded: Loaded, layout: Layout, device: Device) 
 
 
 def fitted_stages(
-    stages: Sequence[StageProfile], allowed: Allowance, device: Device, offload: str | None, allocator: str
+    stages: Sequence[StageProfile],
+    allowed: Allowance,
+    device: Device,
+    offload: str | None,
+    allocator: str,
+    plan: Plan | None = None,
 ) -> tuple[list[Plan], list[StageShown]]:
     """Find the plan of each stage. A stage in the middle has that of the one before it, which has more in flight.
 
     The plan of the stage with the most microbatches in flight fits all those after it that have the same blocks, and
-    the slowest of them decides how long a step takes.
+    the slowest of them decides how long a step takes. A `plan` that was found already is taken as it is.
     """
     plans: list[Plan] = []
     shown: list[StageShown] = []
@@ -161,7 +166,7 @@ def fitted_stages(
         key = stage.profile.fingerprint, stage.profile.blocks, stage.pp == 0, stage.pp == len(stages) - 1
         if key not in made:
             made[key] = stage.pp
-            plans.append(fit_profiles([stage.profile], allowed, device, offload=offload, allocator=allocator))
+            plans.append(plan or fit_profiles([stage.profile], allowed, device, offload=offload, allocator=allocator))
         else:
             plans.append(plans[made[key]])
         told = predict(stage.profile, plans[-1], device)

@@ -46,10 +46,15 @@ def stepped(profile: Profile, *, in_backward: bool, state: OptimizerState | None
 
     Raises:
         ModeError: it cannot be done in such a step.
+
+    >>> stepped(Profile(), in_backward=False, state=None) == Profile()
+    True
     """
     if not in_backward and state is None:
         return profile
     _refuse(profile, in_backward=in_backward)
+    if not profile.parameter_steps:
+        return profile  # it steps so already
     away = {step.name: _away_bytes(step, state) for step in profile.parameter_steps}
     gone = sum(away.values())
     found = replace(
@@ -111,7 +116,7 @@ def _at_end(profile: Profile, away: dict[str, int]) -> Profile:
         if one.name in fetched:
             memory.append((fetched.pop(one.name), 0))
     log = (*profile.log[:-1], OpRan(last.cost, end.live_bytes + max(here, default=0)))
-    return replace(profile, log=log, optimizer_memory=tuple(memory))
+    return replace(profile, log=log, optimizer_memory=tuple(memory), parameter_steps=())
 
 
 def _pairs(steps: Sequence[ParameterStep]) -> Iterator[tuple[ParameterStep, ParameterStep | None]]:
@@ -163,4 +168,4 @@ def _in_backward(profile: Profile, away: dict[str, int]) -> Profile:
     end = next(e for e in reversed(log) if isinstance(e, PhaseBegan) and e.name == "end")
     memory += [(len(log), storage, 0) for storage in coming.values()]
     log.append(OpRan(cost, end.live_bytes))
-    return replace(profile, log=tuple(log), memory=tuple(memory), optimizer_memory=())
+    return replace(profile, log=tuple(log), memory=tuple(memory), optimizer_memory=(), parameter_steps=())
