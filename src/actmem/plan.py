@@ -133,7 +133,7 @@ class Plan:
     @property
     def bitwise(self) -> bool:
         """Whether losses and gradients are bitwise those of plain training. A split adds sums in another order."""
-        return self.split is None
+        return self.split is None or self.split.exact
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(check_rules(self.rules)))
@@ -167,7 +167,8 @@ class Plan:
         if self.collectives == "recompute":
             lines.append("collectives: run again where the rules recompute, on every rank of a group alike")
         if self.split is not None:
-            lines.append(f"in pieces: {self.split!r}; sums over tokens are added in another order")
+            order = "the same" if self.split.exact else "another"
+            lines.append(f"in pieces: {self.split!r}; sums over tokens are added in {order} order")
         if self.step_in_backward is not None:
             lines.append("optimizer: each parameter is stepped in the backward pass, and its gradient dropped")
         if self.optimizer_state is not None:

@@ -168,8 +168,19 @@ class Split:
     backward. A part is a target such as `mlp` or `routed_experts`, or a glob over module paths."""
     head: str | None = None
     """The module that makes the logits. None: it is found."""
+    gradients: Literal["forward", "backward"] = "forward"
+    """When the gradients of a loss are found: together with it, chunk by chunk, or in the backward pass, for which the
+    logits of each chunk are computed a second time. The first is faster; the second holds no gradient of the head
+    between the two, and permits several backward passes."""
+    exact: bool = False
+    """Keep the order of every sum, so that training stays bitwise what it was. It is refused where a weight of the head
+    or of a part takes a gradient, which is a sum over tokens; adapters on a frozen model need none there."""
 
     def __post_init__(self) -> None:
+        if self.gradients not in ("forward", "backward"):
+            raise ModeError(f"gradients = {self.gradients!r} is not known. Expected 'forward' or 'backward'.")
+        if type(self.exact) is not bool:
+            raise ModeError(f"exact = {self.exact!r} is not permitted. Write True or False.")
         if self.loss is not None and self.loss != "auto" and (type(self.loss) is not int or self.loss < 1):
             raise ModeError(f"loss = {self.loss!r} is not permitted. Expected a number of chunks, or 'auto'.")
         if self.head is not None and not isinstance(self.head, str):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
@@ -190,8 +201,8 @@ class Split:
             raise ModeError(f"head = {self.head!r} is about the loss, which is not split. Write Split(loss=16, ...).")
 
     def __repr__(self) -> str:
-        given = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        return f"Split({', '.join(f'{name}={value!r}' for name, value in given if value not in (None, {}))})"
+        given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) not in (f.default, {})]
+        return f"Split({', '.join(f'{name}={value!r}' for name, value in given)})"
 
 
 def check_split(split: object, *, with_plan: bool = False) -> None:

@@ -60,6 +60,7 @@ __all__ = [
     "graph_is_kept",
     "hand_out_parameters",
     "has_storage",
+    "in_fake_mode",
     "is_compiler_new",
     "is_composite",
     "is_traceable_wrapper_subclass",
@@ -108,6 +109,8 @@ without_fake_mode: Any = unset_fake_temporarily
 """Return a context in which tensors are real, although a fake mode is active."""
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_FAKE: Any = _C._TorchDispatchModeKey.FAKE
+_get_mode: Callable[[Any], Any] = _C._get_dispatch_mode
 
 try:
     below_autograd: Callable[[], Any] = _C._AutoDispatchBelowAutograd
@@ -217,6 +220,11 @@ def alias_in_handler(tensor: torch.Tensor) -> torch.Tensor:
 def after_backward(callback: Callable[[], None]) -> None:
     """Register a callback for the end of the backward pass that runs in this thread."""
     _engine.queue_callback(callback)
+
+
+def in_fake_mode() -> bool:
+    """Return whether operators run on fake tensors now: in a profile, or where torch only infers shapes."""
+    return _get_mode(_FAKE) is not None
 
 
 def dispatch_modes() -> list[Any]:

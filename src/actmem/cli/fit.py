@@ -138,7 +138,7 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
             found = _with_measures(asked, loaded, device)
     with screen.progress("profiling one step"):
         if found is not None:
-            options = {**options_of(asked), "split": found.split}
+            options: dict[str, Any] = {**options_of(asked), "split": found.split}
             profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, device=device, **options)
             stages = [StageProfile(0, 0, on_card(with_stepping(profile, found), device), 1, 1)]
         elif layout is None:

@@ -88,10 +88,8 @@ def run(asked: Largest, screen: Screen) -> tuple[LargestShown, int]:
             num_tried += 1
             told(num_tried, None)
 
-        measures, start = measures_of(asked), None
-        gains: list[Gain] = []
-        for allow in (measures[:n] for n in range(len(measures) + 1)):
-            found = actmem.largest(
+        def largest(allow: tuple[str, ...], start: int | None) -> actmem.Largest:
+            return actmem.largest(
                 loaded.model,
                 make_batch,
                 budget=asked.budget,
@@ -108,9 +106,13 @@ def run(asked: Largest, screen: Screen) -> tuple[LargestShown, int]:
                 allow=allow,
                 **options_of(asked),
             )
-            start, its = found.size, found.plan.predicted
-            assert its is not None
-            gains.append(Gain(allow=allow, size=start, peak_bytes=its.peak_bytes, step_time_ratio=its.step_time_ratio))
+
+        measures = measures_of(asked)
+        found = largest((), None)
+        gains = [_gain((), found)]
+        for allow in (measures[: n + 1] for n in range(len(measures))):
+            found = largest(allow, found.size)
+            gains.append(_gain(allow, found))
     predicted = found.plan.predicted
     assert predicted is not None
     shown = project(
@@ -126,6 +128,12 @@ def run(asked: Largest, screen: Screen) -> tuple[LargestShown, int]:
         fit_command=_fit_command(asked, found.size),
     )
     return shown, 0
+
+
+def _gain(allow: tuple[str, ...], found: actmem.Largest) -> Gain:
+    told = found.plan.predicted
+    assert told is not None
+    return Gain(allow=allow, size=found.size, peak_bytes=told.peak_bytes, step_time_ratio=told.step_time_ratio)
 
 
 def _fit_command(asked: Largest, size_found: int) -> str:

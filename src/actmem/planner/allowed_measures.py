@@ -19,7 +19,7 @@ from actmem.errors import BudgetError, ModeError
 from actmem.modes import check_allowed
 from actmem.plan import Plan
 from actmem.profiles import Profile
-from actmem.settings import STORES, Offload, OptimizerState, Place, Split, StepInBackward, check_split, check_stepping
+from actmem.settings import Offload, OptimizerState, Place, Split, StepInBackward, check_split, check_stepping
 from actmem.simulation import cost_seconds, is_accelerator, step_seconds, stepped
 
 __all__ = ["AUTO", "Measures", "Variant", "best_variant", "check_asked", "stepping_profiles", "with_copies"]
@@ -53,9 +53,7 @@ class Measures:
     ORDER = ("step_in_backward", "split", "optimizer_state", "offload")
 
     def __init__(self, known: Device) -> None:
-        place: Place = "host" if is_accelerator(known) else "disk"
-        assert STORES[place].frees_host_memory or is_accelerator(known)
-        self._place = place
+        self._place: Place = "host" if is_accelerator(known) else "disk"
 
     def added(self, variant: Variant, name: str) -> Variant:
         """Return a variant with a measure; itself if it has it."""

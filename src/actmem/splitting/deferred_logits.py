@@ -56,8 +56,14 @@ class Deferral:
     """What happened to one head's outputs."""
 
     num_chunks: int
+    gradients: str = "forward"
+    """When the gradients of a loss are found: in the forward or in the backward pass."""
+    exact: bool = False
+    """Whether every sum keeps its order."""
     num_deferred: int = 0
     """How many outputs were deferred."""
+    few_rows: int | None = None
+    """How many rows an output had that was not deferred because there are more chunks."""
     made_real: dict[str, int] = field(default_factory=dict[str, int])
     """Who made a whole tensor of logits, and how often."""
     in_chunks: dict[str, int] = field(default_factory=dict[str, int])

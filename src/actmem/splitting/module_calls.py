@@ -26,7 +26,7 @@ class SplitCall:
         """Compute in pieces in training, and otherwise as the module does."""
         if torch.compiler.is_compiling():
             self.in_graphs = True
-        elif self.module.training and torch.is_grad_enabled() and not self._is_hooked():
+        elif self.module.training and torch.is_grad_enabled() and not self.is_hooked():
             return self.split(args, kwargs)
         return self.whole(args, kwargs)
 
@@ -42,7 +42,8 @@ class SplitCall:
         """Stand in for the call of a copy of the module in the same way."""
         raise NotImplementedError
 
-    def _is_hooked(self) -> bool:
+    def is_hooked(self) -> bool:
+        """Whether hooks run when the module is called: then nothing is split."""
         return has_hooks(self.module)
 
     def remove(self) -> None:

@@ -26,7 +26,7 @@ class SplitModel:
     """
 
     def __init__(self, model: nn.Module, split: Split, blocks: Sequence[Block]) -> None:
-        self._parts: list[SplitPart] = split_parts(model, split.parts, blocks)
+        self._parts: list[SplitPart] = split_parts(model, split, blocks)
         self._head: SplitHead | None = None
         try:
             self._head = None if split.loss is None else split_head(model, split)

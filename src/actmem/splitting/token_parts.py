@@ -30,6 +30,7 @@ from actmem.compilercompat import has_hooks
 from actmem.decision_rules import OWN, TARGETS
 from actmem.errors import ModeError, UnsupportedError
 from actmem.ops import did_you_mean
+from actmem.settings import Split
 from actmem.splitting.call_tokens import Tokens
 from actmem.splitting.module_calls import SplitCall
 from actmem.splitting.token_check import why_not_by_token
@@ -42,9 +43,11 @@ __all__ = ["SplitPart", "split_parts"]
 class SplitPart(SplitCall):
     """Runs a module on pieces of tokens. See NOTE [ Pieces of tokens ]."""
 
-    def __init__(self, module: nn.Module, path: str, num_pieces: int) -> None:
+    def __init__(self, module: nn.Module, path: str, num_pieces: int, *, exact: bool = False) -> None:
         super().__init__(module, path)
         self.num_pieces = num_pieces
+        self.exact = exact
+        """Whether every sum keeps its order, and every token its bits."""
         self.num_calls = 0
         """How many calls ran in pieces."""
         self._checked = False
@@ -58,9 +61,11 @@ class SplitPart(SplitCall):
         tokens = Tokens.of(args, kwargs)
         if tokens is None or not self._needs_gradient(args, kwargs):
             return self.whole(args, kwargs)
+        if self.exact and any(p.requires_grad for p in self.module.parameters()):
+            self._refuse("exact = True, and its weights take gradients, which are sums over tokens")
         if not self._checked and all(_has_values(x) for x in (*tokens.tensors, *self.module.parameters())):
             with without_dispatch_modes(), torch.no_grad():
-                why = why_not_by_token(self.module, tokens, args, kwargs)
+                why = why_not_by_token(self.module, tokens, args, kwargs, bitwise=self.exact)
             if why is not None:
                 self._refuse(why)
             self._checked = True
@@ -96,9 +101,10 @@ class SplitPart(SplitCall):
 
     def copied_to(self, module: nn.Module) -> SplitPart:
         """Split a copy of the module in the same way."""
-        return SplitPart(module, self.path, self.num_pieces)
+        return SplitPart(module, self.path, self.num_pieces, exact=self.exact)
 
-    def _is_hooked(self) -> bool:
+    def is_hooked(self) -> bool:
+        """Whether hooks run when the module or one inside it is called: a piece would not be what they expect."""
         return any(map(has_hooks, self.module.modules()))
 
     def why_whole(self) -> str | None:
@@ -110,7 +116,7 @@ class SplitPart(SplitCall):
         return "not called in training mode with more than one token, or with hooks on it or inside it"
 
 
-def split_parts(model: nn.Module, parts: dict[str, int], blocks: Sequence[Block]) -> list[SplitPart]:
+def split_parts(model: nn.Module, split: Split, blocks: Sequence[Block]) -> list[SplitPart]:
     """Have parts of the blocks run in pieces of tokens.
 
     Raises:
@@ -123,7 +129,7 @@ def split_parts(model: nn.Module, parts: dict[str, int], blocks: Sequence[Block]
             if path:
                 modules[f"{block.path}.{path}".strip(".")] = module
     roles = find_roles(model, blocks)
-    for name, num in parts.items():
+    for name, num in split.parts.items():
         by_role = [
             f"{block.path}.{path}".strip(".")
             for block, its in zip(blocks, roles, strict=True)
@@ -139,11 +145,11 @@ def split_parts(model: nn.Module, parts: dict[str, int], blocks: Sequence[Block]
             )
             raise ModeError(f"parts = {{{name!r}: {num}}}: {what}. Targets here: {', '.join(present) or 'none'}.{hint}")
         found.update({path: (modules[path], num) for path in paths if path in modules})
-    split: dict[int, SplitPart] = {}
+    made: dict[int, SplitPart] = {}
     for path, (module, num) in found.items():
-        if id(module) not in split:
-            split[id(module)] = SplitPart(module, path, num)
-    return list(split.values())
+        if id(module) not in made:
+            made[id(module)] = SplitPart(module, path, num, exact=split.exact)
+    return list(made.values())
 
 
 def _is_called(name: str, path: str, blocks: Sequence[Block]) -> bool:
