@@ -16,7 +16,7 @@ from actmem.expert_loads import ExpertCounts, Quantile, Routing, check_routing
 from actmem.layout import Layout
 from actmem.parallelism import StageProfile, profile_stages
 from actmem.plan import Plan
-from actmem.planner import Allowance, fit_profiles
+from actmem.planner import Allowance, StagePlan, fit_stages
 from actmem.simulation import is_accelerator, on_card, predict
 from actmem.units import size
 
@@ -154,22 +154,14 @@ def fitted_stages(
     allocator: str,
     plan: Plan | None = None,
 ) -> tuple[list[Plan], list[StageShown]]:
-    """Find the plan of each stage. A stage in the middle has that of the one before it, which has more in flight.
-
-    The plan of the stage with the most microbatches in flight fits all those after it that have the same blocks, and
-    the slowest of them decides how long a step takes. A `plan` that was found already is taken as it is.
-    """
-    plans: list[Plan] = []
+    """Find the plan of each stage, and what it takes. A `plan` that was found already is taken as it is."""
+    if plan is None:
+        found = fit_stages(stages, allowed, device, offload=offload, allocator=allocator)
+    else:
+        found = [StagePlan(plan, 0) for _ in stages]
     shown: list[StageShown] = []
-    made: dict[object, int] = {}
-    for stage in stages:
-        key = stage.profile.fingerprint, stage.profile.blocks, stage.pp == 0, stage.pp == len(stages) - 1
-        if key not in made:
-            made[key] = stage.pp
-            plans.append(plan or fit_profiles([stage.profile], allowed, device, offload=offload, allocator=allocator))
-        else:
-            plans.append(plans[made[key]])
-        told = predict(stage.profile, plans[-1], device)
+    for stage, (its, made_for) in zip(stages, found, strict=True):
+        told = predict(stage.profile, its, device)
         shown.append(
             StageShown(
                 pp=stage.pp,
@@ -177,10 +169,10 @@ def fitted_stages(
                 num_blocks=len(stage.profile.blocks),
                 peak_bytes=told.live_bytes,
                 step_time_ratio=told.step_time_ratio,
-                plan=made[key],
+                plan=made_for,
             )
         )
-    return plans, shown
+    return [each.plan for each in found], shown
 
 
 def show_stages(stages: Sequence[StageShown], screen: Screen) -> None:
