@@ -11,7 +11,7 @@ from actmem.planner.job_fit import fit_job, job_seconds
 from actmem.planner.named_modes import named_keeps
 from actmem.planner.rank_search import RankOption, Ranks, ranks
 from actmem.planner.rules_writer import slices
-from actmem.planner.stage_fit import StagePlan, fit_stages
+from actmem.planner.stage_fit import fit_stages
 
 __all__ = [
     "NAMED",
@@ -22,7 +22,6 @@ __all__ = [
     "Point",
     "RankOption",
     "Ranks",
-    "StagePlan",
     "allowance",
     "check_allocator",
     "check_sizes",
