@@ -92,10 +92,12 @@ def fit_card(
             replace(card, settings=better, judged=[]).fitting(target_bytes)
         except BudgetError:
             raise error from None
-        raise BudgetError(
+        better_error = BudgetError(
             f"{error}\nWhat would help: expandable segments, in which less memory is unusable. With them a plan fits: "
             f"allocator={better.text!r} here, and PYTORCH_CUDA_ALLOC_CONF={better.text} when it trains."
-        ) from None
+        )
+        better_error.smallest_bytes = error.smallest_bytes
+        raise better_error from None
     assert plan.predicted is not None
     first = card.judged[0].predicted
     bound = plan.predicted.bound if first is None else first.bound
