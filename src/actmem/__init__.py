@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from actmem.profiles import Profile
     from actmem.profiling import profile, profile_rank
     from actmem.reporting import Report, Trace
-    from actmem.settings import Compiled, Offload, Split
+    from actmem.settings import Compiled, Offload, OptimizerState, Split, StepInBackward
     from actmem.simulation import Prediction, predict
     from actmem.step_recorder import record
     from actmem.verification import Verification, verify
@@ -90,6 +90,7 @@ __all__ = [
     "Offload",
     "OffloadActivations",
     "OffloadError",
+    "OptimizerState",
     "Plan",
     "PlanError",
     "Prediction",
@@ -106,6 +107,7 @@ __all__ = [
     "SnapshotError",
     "Split",
     "StageProfile",
+    "StepInBackward",
     "StructureError",
     "Targets",
     "Trace",
@@ -158,7 +160,7 @@ __getattr__, __dir__ = on_first_use(
         "actmem.profiles": "Profile",
         "actmem.profiling": "profile profile_rank",
         "actmem.reporting": "Report Trace",
-        "actmem.settings": "Compiled Offload Split",
+        "actmem.settings": "Compiled Offload OptimizerState Split StepInBackward",
         "actmem.simulation": "Prediction predict",
         "actmem.step_recorder": "record",
         "actmem.verification": "Verification verify",

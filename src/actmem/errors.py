@@ -52,6 +52,9 @@ class ApplyError(ActmemError, RuntimeError):
 class BudgetError(ActmemError, RuntimeError):
     """No plan fits the memory budget, or a batch is larger than the one the plan was made for."""
 
+    smallest_bytes: int | None = None
+    """The smallest peak that was found, where no plan fits."""
+
 
 class ReplayError(ActmemError, RuntimeError):
     """A dropped value could not be recomputed."""

@@ -38,7 +38,7 @@ OPTIMIZERS = ("adamw", "adamw_fused", "adam", "sgd")
 at once, which takes a tensor more for each of them while they step, unless they are fused."""
 
 
-ALLOWED = ("split",)
+ALLOWED = ("split", "optimizer_state", "step_in_backward", "offload")
 """What a planner may be allowed to use beyond save, recompute and offload."""
 
 
@@ -282,7 +282,8 @@ class Budget:
     allocator: str | AllocatorSettings = ""
     """On a card: what PYTORCH_CUDA_ALLOC_CONF will be, such as "expandable_segments:True". "": torch's defaults."""
     allow: Sequence[str] = ()
-    """What the plan may use that changes the order of sums: "split" computes logits and loss in chunks of tokens."""
+    """What the plan may use beyond decisions about blocks: "split" computes logits and loss in chunks of tokens, which
+    changes the order of sums; "step_in_backward", "optimizer_state" and "offload" do not."""
 
     def __post_init__(self) -> None:
         check_allowed(self.allow)

@@ -12,7 +12,7 @@ from actmem.decisions import Decision
 from actmem.errors import ModeError, PlanError
 from actmem.ops import did_you_mean
 from actmem.plan_files import parsed, read_text, write_text
-from actmem.settings import STRICT, Offload, Split
+from actmem.settings import STRICT, Offload, OptimizerState, Split, StepInBackward, check_stepping
 from actmem.shapes import TensorShape, shapes_as_text
 
 if TYPE_CHECKING:
@@ -123,6 +123,10 @@ class Plan:
     """The planner's prediction, if the planner made the plan."""
     split: Split | None = None
     """What is computed in pieces of tokens, if anything is."""
+    step_in_backward: StepInBackward | None = None
+    """Whether each parameter is stepped in the backward pass."""
+    optimizer_state: OptimizerState | None = None
+    """Where the state of the optimizer is kept, if elsewhere."""
     version: int = PLAN_VERSION
     """The version of the plan format."""
 
@@ -145,6 +149,8 @@ class Plan:
             raise ModeError(f"collectives = {self.collectives!r} is not known. Expected 'save' or 'recompute'.")
         if self.split is not None and not isinstance(self.split, Split):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
             raise ModeError(f"split = {self.split!r} is not a Split. Write Split(loss=16).")
+        if self.step_in_backward is not None or self.optimizer_state is not None:
+            check_stepping(self.step_in_backward, self.optimizer_state)
         if type(self.version) is not int or self.version != PLAN_VERSION:
             raise ModeError(f"version = {self.version!r} is not known. Expected {PLAN_VERSION}.")
 
@@ -163,6 +169,10 @@ class Plan:
         if self.split is not None:
             order = "the same" if self.split.exact else "another"
             lines.append(f"in pieces: {self.split!r}; sums over tokens are added in {order} order")
+        if self.step_in_backward is not None:
+            lines.append("optimizer: each parameter is stepped in the backward pass, and its gradient dropped")
+        if self.optimizer_state is not None:
+            lines.append(f"optimizer state: {self.optimizer_state!r}; fetched for the step, and written back")
         if self.predicted is not None:
             lines += _foretold(self.predicted)
             if [rule.decision for rule in self.rules] == [Decision.SAVE]:
@@ -190,6 +200,10 @@ class Plan:
             document["collectives"] = self.collectives
         if self.split is not None:
             document["split"] = asdict(self.split)
+        if self.step_in_backward is not None:
+            document["step_in_backward"] = asdict(self.step_in_backward)
+        if self.optimizer_state is not None:
+            document["optimizer_state"] = asdict(self.optimizer_state)
         if self.predicted is not None:
             p = self.predicted
             document["predicted"] = {**asdict(p), **shapes_as_text(p.shapes, p.calls)}

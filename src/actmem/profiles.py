@@ -13,9 +13,21 @@ from actmem.expert_loads import ExpertLoads
 from actmem.log_entries import Entry, OperatorEntry, from_row
 from actmem.shapes import TensorShape, read_shape, shapes_as_text
 
-__all__ = ["COPY", "Action", "Call", "Cost", "Layer", "Place", "Profile", "Value", "Write", "with_collectives"]
+__all__ = [
+    "COPY",
+    "Action",
+    "Call",
+    "Cost",
+    "Layer",
+    "ParameterStep",
+    "Place",
+    "Profile",
+    "Value",
+    "Write",
+    "with_collectives",
+]
 
-PROFILE_VERSION = 5
+PROFILE_VERSION = 6
 """The version of profiles that this actmem reads and writes."""
 
 COPY = "aten.clone.default"
@@ -182,6 +194,22 @@ class Place:
     """The ranks of its pipeline, itself among them; () if it has none."""
     num_stages: int = 0
     """How many stages that pipeline has."""
+    groups: tuple[int, ...] = ()
+    """How many ranks each of the groups has in which it communicates, its pipeline included."""
+
+
+@dataclass(frozen=True)
+class ParameterStep:
+    """What an optimizer takes for one parameter, if that is stepped by itself."""
+
+    name: str
+    """Of the parameter."""
+    state_bytes: tuple[int, ...]
+    """Of each tensor of its state that can be kept elsewhere."""
+    step_bytes: int
+    """The most that its step needs in addition."""
+    memory: tuple[tuple[int, int], ...] = ()
+    """What its step allocates and frees on a card: a number and its bytes, or 0 where it is freed."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +267,11 @@ class Profile:
     """Bytes of each tensor of the optimizer's state on a card, in the order in which the first step makes them."""
     optimizer_memory: tuple[tuple[int, int], ...] = ()
     """What the optimizer's step on a card allocates and frees: a number and its bytes, or 0 where it is freed."""
+    accumulated: tuple[tuple[int, int, int, str], ...] = ()
+    """When the gradients are complete: the position in the log before which one is, how many more bytes are alive then
+    than the entry before says, its storage, and the name of its parameter."""
+    parameter_steps: tuple[ParameterStep, ...] = ()
+    """What the optimizer takes for each parameter by itself, in the order in which it steps them."""
     actions: tuple[Action, ...] = ()
     """Of a rank that runs stages of a pipeline: what its schedule did, in chronological order."""
     place: Place | None = None
@@ -292,13 +325,15 @@ class Profile:
             log = tuple(from_row(row) for row in found.pop("log"))
             storages = {int(k): v for k, v in found.pop("storages").items()}
             found["optimizer_stock"] = tuple(found["optimizer_stock"])
-            for name in ("stock", "memory", "carried", "optimizer_memory"):
+            found["parameter_steps"] = tuple(_parameter_step(step) for step in found["parameter_steps"])
+            for name in ("stock", "memory", "carried", "optimizer_memory", "accumulated"):
                 found[name] = tuple(tuple(each) for each in found[name])
             found["blocks"] = tuple(found["blocks"])
             if loads := found.get("expert_loads"):
                 found["expert_loads"] = ExpertLoads(tuple(loads["ranks"]), tuple(loads["rows"]), loads["rank"])
             found["actions"] = tuple(Action(**action) for action in found["actions"])
-            found["place"] = None if found["place"] is None else Place(**_with_tuple(found["place"], "pipeline"))
+            if found["place"] is not None:
+                found["place"] = Place(**_with_tuple(_with_tuple(found["place"], "pipeline"), "groups"))
             found["shapes"] = tuple(read_shape(text) for text in found["shapes"])
             found["calls"] = tuple(tuple(read_shape(text) for text in call) for call in found["calls"])
             return cls(layers=layers, costs=costs, log=log, storages=storages, **found)
@@ -376,3 +411,8 @@ def _reason(found: str | None) -> Reason | None:
 
 def _with_tuple(found: dict[str, Any], name: str) -> dict[str, Any]:
     return {**found, name: tuple(found[name])}
+
+
+def _parameter_step(found: dict[str, Any]) -> ParameterStep:
+    memory = tuple((number, size) for number, size in found["memory"])
+    return ParameterStep(found["name"], tuple(found["state_bytes"]), found["step_bytes"], memory)

@@ -8,7 +8,19 @@ from typing import ClassVar, Literal, cast
 from actmem.errors import ModeError
 from actmem.ops import did_you_mean
 
-__all__ = ["STORES", "STRICT", "Compiled", "Offload", "Place", "Split", "StoreKind", "check_split"]
+__all__ = [
+    "STORES",
+    "STRICT",
+    "Compiled",
+    "Offload",
+    "OptimizerState",
+    "Place",
+    "Split",
+    "StepInBackward",
+    "StoreKind",
+    "check_split",
+    "check_stepping",
+]
 
 Place = Literal["host", "disk"]
 
@@ -204,4 +216,73 @@ def check_split(split: object, *, with_plan: bool = False) -> None:
         raise ModeError(
             f"split = {split!r} cannot be combined with a plan, which says itself what is split. Make the plan with "
             f"it: actmem.fit(..., split={split!r})."
+        )
+
+
+@dataclass(frozen=True)
+class StepInBackward:
+    """Step each parameter as soon as its gradient is complete, in the backward pass, and drop the gradient.
+
+    >>> StepInBackward()
+    StepInBackward()
+    """
+
+    __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerState:
+    """Keep the state of the optimizer elsewhere, and fetch it parameter by parameter for the step.
+
+    >>> OptimizerState(to="disk", directory="/scratch")
+    OptimizerState(to='disk', min_bytes=65536, pin=True, limit_bytes=None, directory='/scratch', copy_cpu=False)
+
+    Raises:
+        ModeError: if a field has a value that is not permitted.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
+
+    to: Place
+    """`host`: the memory of the machine, for models on an accelerator. `disk`: a private file."""
+    min_bytes: int = 64 * 1024
+    """Smaller tensors of the state stay where they are."""
+    pin: bool = True
+    """Use page-locked host memory. Has no effect without an accelerator."""
+    limit_bytes: int | None = None
+    """The most bytes that may be kept there. None: what the machine has to spare."""
+    directory: str | None = None
+    """Where the file of `disk` goes: a folder on a fast local disk. None: the folder for temporary files."""
+    copy_cpu: bool = False
+    """Copy the state of a model on the CPU to other host memory too. That saves nothing; for tests and benchmarks."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "directory", self.offload.directory)
+
+    @property
+    def offload(self) -> Offload:
+        """The same, as the settings of a store and its lane."""
+        return Offload(
+            to=self.to,
+            min_bytes=self.min_bytes,
+            pin=self.pin,
+            limit_bytes=self.limit_bytes,
+            directory=self.directory,
+            copy_cpu=self.copy_cpu,
+        )
+
+
+def check_stepping(step_in_backward: object, optimizer_state: object) -> None:
+    """Refuse what is neither of these settings, nor None.
+
+    >>> check_stepping(StepInBackward(), None)
+    """
+    if step_in_backward is not None and not isinstance(step_in_backward, StepInBackward):
+        raise ModeError(
+            f"step_in_backward = {step_in_backward!r} is not permitted. Write step_in_backward=actmem.StepInBackward()."
+        )
+    if optimizer_state is not None and not isinstance(optimizer_state, OptimizerState):
+        raise ModeError(
+            f"optimizer_state = {optimizer_state!r} is not permitted. Write "
+            "optimizer_state=actmem.OptimizerState(to='host') or OptimizerState(to='disk')."
         )

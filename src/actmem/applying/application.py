@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from actmem.applying.applied_block import BlockRunner, SharedState, applied_runner, install, uninstall
 from actmem.applying.broken_blocks import broken_notes
+from actmem.applying.optimizer_choice import OptimizerChoice, choose_optimizer, run_optimizer
 from actmem.applying.rule_checks import check_rules
 from actmem.compilercompat import keep_graph_order
 from actmem.decisions import Decision
@@ -23,7 +24,7 @@ from actmem.modes import Budget, FromPlan, Mode, Selective
 from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
-from actmem.settings import Offload, Split, check_split
+from actmem.settings import Offload, OptimizerState, Split, StepInBackward, check_split
 from actmem.splitting import SplitModel
 from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
 from actmem.torchcompat import named_modules
@@ -172,6 +173,8 @@ def apply(
     loss: Callable[[Any], Any] | None = None,
     fake: bool = True,
     optimizer: Optimizer | None = None,
+    step_in_backward: StepInBackward | None = None,
+    optimizer_state: OptimizerState | None = None,
 ) -> Applied:
     """Change a model so that training holds only what a mode lets it hold. In place, reversible, names unchanged.
 
@@ -200,7 +203,9 @@ def apply(
         step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
         loss: a function of the output, for the same; by default `output.loss`.
         fake: profile on tensors without bytes, for the same. Otherwise real steps are run.
-        optimizer: your optimizer, for a `Budget` or a plan that counts it: in place of `Budget.optimizer`.
+        optimizer: your optimizer, for a `Budget` that counts it, and for a plan or the next two that change its steps.
+        step_in_backward: step each parameter as soon as its gradient is complete, and drop the gradient.
+        optimizer_state: where to keep the optimizer's state: `OptimizerState(to="disk")`.
 
     Returns:
         The handle to print what was done, and to undo it.
@@ -220,19 +225,23 @@ def apply(
     """
     profiled = _Profiled(example, step, loss, fake)
     _validate(model, mode, engine, collectives, opaque, profiled)
-    counted = _counted(mode, optimizer)
+    counted = optimizer
+    told = optimizer, step_in_backward, optimizer_state
+    choice = None if told == (None, None, None) else choose_optimizer(mode, *told)
+    more: dict[str, Any] = {"split": split, **({} if choice is None else choice.settings)}
     if split is not None:
         check_split(split, with_plan=isinstance(mode, (Plan, FromPlan)))
     if isinstance(mode, Budget):
-        mode = replace(mode, optimizer=counted)
+        mode = mode if choice is None else replace(mode, optimizer=choice.counted)
+        counted = mode.optimizer
         asked = replace(mode, compiled=False) if engine == "tape" else mode
-        mode = _fitted(model, asked, profiled, blocks, scope, split)
-        blocks = scope = split = None  # the plan names its blocks, and says what is split
-    resolved = _resolve(model, mode, engine, blocks, scope, split)
+        mode = _fitted(model, asked, profiled, blocks, scope, more)
+        blocks = scope = None  # the plan names its blocks, and says the rest itself
+    resolved = _resolve(model, mode, engine, blocks, scope, more)
     if collectives == "recompute":
         resolved = resolved._replace(plan=replace(resolved.plan, collectives=collectives))
     _refuse_reissued(resolved.plan, engine)
-    return _install(model, resolved, engine, opaque, loss, counted)
+    return _install(model, resolved, engine, opaque, loss, choice, counted)
 
 
 # ---------------------------------------------------------------- validate: refuse what cannot be
@@ -300,22 +309,6 @@ def _refuse_profiled(mode: Mode | Plan, profiled: _Profiled) -> None:
         raise ModeError(f"{mode!r} needs a batch to plan for. Write actmem.apply(model, {mode!r}, example=batch).")
 
 
-def _counted(mode: Mode | Plan, optimizer: Optimizer | None) -> Any:
-    """Return the optimizer that a budget counts, or that a plan was made with."""
-    named = mode.optimizer if isinstance(mode, Budget) else None
-    if optimizer is None:
-        return named
-    if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
-        raise ModeError(f"optimizer = {optimizer!r} is not an optimizer. Pass the one that trains the model.")
-    if not isinstance(mode, (Budget, Plan, FromPlan)):
-        raise ModeError(
-            f"optimizer is for a Budget or a plan that counts it; {type(mode).__name__} does not. Leave it out."
-        )
-    if named not in ("adamw", None) and named is not optimizer:
-        raise ModeError("optimizer is given twice, here and in the Budget. Leave out one of them.")
-    return optimizer
-
-
 def _refuse_combined(mode: Mode | Plan, engine: Engine, opaque: Opaque) -> None:
     if isinstance(mode, Budget) and opaque == "replay":
         raise ModeError(
@@ -381,7 +374,7 @@ def _fitted(
     profiled: _Profiled,
     blocks: str | Sequence[str] | None,
     scope: Sequence[str] | None,
-    split: Split | None,
+    more: dict[str, Any],
 ) -> Plan:
     from actmem.planner import fit  # its solver takes a while to import
     from actmem.profiling import called_as
@@ -403,8 +396,8 @@ def _fitted(
             blocks=blocks,
             scope=scope,
             fake=profiled.fake,
-            split=split,
             allow=mode.allow,
+            **more,
         )
 
 
@@ -414,7 +407,7 @@ def _resolve(
     engine: Engine,
     blocks: str | Sequence[str] | None,
     scope: Sequence[str] | None,
-    split: Split | None,
+    more: dict[str, Any],
 ) -> _Resolved:
     if isinstance(mode, FromPlan):
         mode = Plan.load(mode.path)
@@ -423,7 +416,7 @@ def _resolve(
     else:
         found = find_blocks(model, blocks, scope)
         paths, offload = tuple(b.path for b in found), getattr(mode, "offload", None)
-        plan = Plan(mode.rules(), paths, fingerprint(model, found), repr(mode), offload, split=split)
+        plan = Plan(mode.rules(), paths, fingerprint(model, found), repr(mode), offload, **more)
     refuse_blocks(found)
     roles, layer_types = find_roles(model, found), [layer_type(b.module) for b in found]
     if isinstance(mode, Selective):
@@ -529,11 +522,19 @@ def _install(
     engine: Engine,
     opaque: Opaque,
     loss: Callable[[Any], Any] | None,
-    optimizer: Any,
+    choice: OptimizerChoice | None,
+    counted: Any,
 ) -> Applied:
     plan, blocks = resolved.plan, resolved.blocks
-    split = None if plan.split is None else SplitModel(model, plan.split, blocks)
-    offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
+    steps = plan.step_in_backward is not None or plan.optimizer_state is not None
+    stepping = run_optimizer(plan, choice, model, device_of(model)) if steps else None
+    try:
+        split = None if plan.split is None else SplitModel(model, plan.split, blocks)
+        offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
+    except BaseException:
+        if stepping is not None:
+            stepping.remove()
+        raise
     shared = SharedState(plan, model)
     unseen = UnseenFunctions(replay=opaque == "replay")
     compilation = Compilation({b.path: b.module for b in blocks}, shared.log)
@@ -547,10 +548,12 @@ def _install(
     if plan.predicted is not None:
         from actmem.planner import Guard
 
-        guard = Guard(model, plan, loss, optimizer)
+        guard = Guard(model, plan, loss, counted)
         undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
     if split is not None:
         undo.append(split.remove)
+    if stepping is not None:
+        undo.append(stepping.remove)
     return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen, split)
 
 

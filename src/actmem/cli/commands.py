@@ -91,6 +91,8 @@ class Planning(Loading):
     """Ranks over which FSDP2 divides parameters, gradients and optimizer state."""
     headroom: _Part = None
     """Fraction of the budget to leave free. Default: 0."""
+    allow: Annotated[str, arg(metavar="MEASURES", help_behavior_hint="")] = ""
+    """What the plan may use: split, optimizer_state, step_in_backward, offload, with commas between. Default: none."""
     allocator: _Settings = ""
     """On a card, what PYTORCH_CUDA_ALLOC_CONF will be, such as expandable_segments:True. Default: torch's defaults."""
     fake: _Flag = True

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import actmem
 from actmem.cli.commands import Fit
 from actmem.cli.failures import Mistakes, shown_message
-from actmem.cli.loaded_model import load
+from actmem.cli.loaded_model import Loaded, load
 from actmem.cli.schema import Document, project
 from actmem.cli.screen import Screen, flops_text, ratio_text, seconds_text, table
 from actmem.cli.shared import (
@@ -20,6 +20,7 @@ from actmem.cli.shared import (
     described,
     document_of,
     measured,
+    measures_of,
     options_of,
     parts_of,
     save_plan,
@@ -33,7 +34,7 @@ from actmem.plan import Plan
 from actmem.planner import NAMED, Allowance, Frontier, allowance
 from actmem.planner import frontier as planner_frontier
 from actmem.profiles import Profile
-from actmem.simulation import NAMES, cost_seconds, is_measured, on_card, step_seconds
+from actmem.simulation import NAMES, cost_seconds, is_measured, on_card, step_seconds, with_stepping
 from actmem.units import size
 
 __all__ = ["FitShown", "run", "show"]
@@ -123,20 +124,31 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
     with mistakes.noted():
         if asked.frontier < 0 or asked.frontier == 1:
             raise ModeError(f"--frontier {asked.frontier} is not permitted. Expected at least 2 points, or 0 for none.")
+    with mistakes.noted():
+        if asked.allow and layout is not None:
+            raise ModeError("--allow is for one process, and the other options spread the model over ranks. Omit it.")
     mistakes.raise_all()
     with screen.progress("building the model"):
         loaded = load(asked)
         device = measured(chosen, loaded.model)
     allowed = allowance(asked.budget, device, asked.headroom)
+    found: Plan | None = None
+    if asked.allow and layout is None:
+        with screen.progress("searching for what helps"):
+            found = _with_measures(asked, loaded, device)
     with screen.progress("profiling one step"):
-        if layout is None:
+        if found is not None:
+            options: dict[str, Any] = {**options_of(asked), "split": found.split}
+            profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, device=device, **options)
+            stages = [StageProfile(0, 0, on_card(with_stepping(profile, found), device), 1, 1)]
+        elif layout is None:
             profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, device=device, **options_of(asked))
             stages = [StageProfile(0, 0, on_card(profile, device), 1, 1)]
         else:
             stages = profiled_stages(asked, loaded, layout, device)
     with screen.progress("searching for the best plan"):
-        plans, shown_stages = fitted_stages(stages, allowed, device, asked.offload, asked.allocator)
-        slowest = max(shown_stages, key=lambda stage: (stage.step_time_ratio, stage.peak_bytes)).pp
+        plans, shown_stages = fitted_stages(stages, asked, allowed, device) if found is None else ([found], [])
+        slowest = max(shown_stages, key=lambda stage: (stage.busy, stage.peak_bytes)).pp if shown_stages else 0
         profile, plan = stages[slowest].profile, plans[slowest]
         parts, _ = parts_of(profile, plan)
     curve = None
@@ -144,10 +156,18 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
         with screen.progress("searching for plans at other budgets") as told:
             curve = planner_frontier(profile, device, num_points=asked.frontier, progress=told)
     modes, points = _compared(profile, device, allowed, curve, plan)
-    written = _write(asked, profile, plan, device, allowed, curve, screen)
-    if asked.out is not None and len(stages) > 1:
+    is_pipeline = layout is not None and len(stages) > 1
+    written = _write(
+        replace(asked, report=None) if is_pipeline else asked, profile, plan, device, allowed, curve, screen
+    )
+    if asked.out is not None and is_pipeline:
         for stage, its in zip(stages, plans, strict=True):
             save_plan(its, asked.out.with_stem(f"{asked.out.stem}.{stage.pp}"))
+    if asked.report is not None and layout is not None and is_pipeline:
+        from actmem.reporting import write_job_page
+
+        write_job_page(asked.report, asked.model, layout, stages, plans, device, allowed.budget_bytes)
+        written["report"] = str(asked.report)
     shown = project(
         FitShown,
         plan.predicted,
@@ -166,6 +186,22 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
         stages=tuple(shown_stages) if len(stages) > 1 else (),
     )
     return shown, 0
+
+
+def _with_measures(asked: Fit, loaded: Loaded, device: Device) -> Plan:
+    """Find the plan that uses what is allowed."""
+    return actmem.fit(
+        loaded.model,
+        loaded.batch,
+        budget=asked.budget,
+        loss=loaded.loss,
+        device=device,
+        offload=asked.offload,
+        headroom=asked.headroom,
+        allocator=asked.allocator,
+        allow=measures_of(asked),
+        **options_of(asked),
+    )
 
 
 def _check_files(asked: Fit, mistakes: Mistakes) -> None:

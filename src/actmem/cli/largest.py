@@ -12,13 +12,31 @@ from actmem.cli.failures import Mistakes
 from actmem.cli.loaded_model import Batch, load
 from actmem.cli.schema import Document, project
 from actmem.cli.screen import Screen, ratio_text
-from actmem.cli.shared import ModelShown, check_planning, described, document_of, measured, options_of
+from actmem.cli.shared import (
+    ModelShown,
+    check_planning,
+    described,
+    document_of,
+    measured,
+    measures_of,
+    options_of,
+)
 from actmem.devices import Device
 from actmem.errors import ModeError
 from actmem.planner import check_sizes
 from actmem.units import size
 
 __all__ = ["LargestShown", "run", "show"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain(Document):
+    """The largest size with some measures."""
+
+    allow: tuple[str, ...]
+    size: int
+    peak_bytes: int
+    step_time_ratio: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +55,8 @@ class LargestShown(Document):
     step_time_ratio: float
     plan: dict[str, Any]
     """The plan file."""
+    gains: tuple[Gain, ...]
+    """With `--allow`: the largest size without any of the measures, and with one more of them each time."""
     fit_command: str
     """The command that writes this plan, with every option that was given."""
 
@@ -68,21 +88,31 @@ def run(asked: Largest, screen: Screen) -> tuple[LargestShown, int]:
             num_tried += 1
             told(num_tried, None)
 
-        found = actmem.largest(
-            loaded.model,
-            make_batch,
-            budget=asked.budget,
-            device=device,
-            vary=asked.vary,
-            loss=loaded.loss,
-            multiple=asked.multiple,
-            most=asked.most,
-            progress=tried,
-            offload=asked.offload,
-            headroom=asked.headroom,
-            allocator=asked.allocator,
-            **options_of(asked),
-        )
+        def largest(allow: tuple[str, ...], start: int | None) -> actmem.Largest:
+            return actmem.largest(
+                loaded.model,
+                make_batch,
+                budget=asked.budget,
+                device=device,
+                vary=asked.vary,
+                loss=loaded.loss,
+                multiple=asked.multiple,
+                most=asked.most,
+                progress=tried,
+                start=start,
+                offload=asked.offload,
+                headroom=asked.headroom,
+                allocator=asked.allocator,
+                allow=allow,
+                **options_of(asked),
+            )
+
+        measures = measures_of(asked)
+        found = largest((), None)
+        gains = [_gain((), found)]
+        for allow in (measures[: n + 1] for n in range(len(measures))):
+            found = largest(allow, found.size)
+            gains.append(_gain(allow, found))
     predicted = found.plan.predicted
     assert predicted is not None
     shown = project(
@@ -94,9 +124,16 @@ def run(asked: Largest, screen: Screen) -> tuple[LargestShown, int]:
         size=found.size,
         refused=found.refused,
         plan=document_of(found.plan),
+        gains=tuple(gains) if measures else (),
         fit_command=_fit_command(asked, found.size),
     )
     return shown, 0
+
+
+def _gain(allow: tuple[str, ...], found: actmem.Largest) -> Gain:
+    told = found.plan.predicted
+    assert told is not None
+    return Gain(allow=allow, size=found.size, peak_bytes=told.peak_bytes, step_time_ratio=told.step_time_ratio)
 
 
 def _fit_command(asked: Largest, size_found: int) -> str:
@@ -118,4 +155,8 @@ def show(shown: LargestShown, screen: Screen) -> None:
         f"{size(shown.budget_bytes)}, step {ratio_text(shown.step_time_ratio)} of saving everything",
         markup=False,
     )
+    for gain in shown.gains:
+        allowed = ", ".join(gain.allow) or "nothing"
+        times = f"{gain.size / shown.gains[0].size:.2f}x, step {ratio_text(gain.step_time_ratio)}"
+        screen.out.print(f"  {gain.size:>9} with {allowed} allowed ({times})", markup=False)
     screen.copied("its plan: ", shown.fit_command)

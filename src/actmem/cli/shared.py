@@ -18,6 +18,7 @@ from actmem.cli.loaded_model import Loaded, check_model
 from actmem.cli.schema import Document
 from actmem.devices import THIS_MACHINE, Device, device, known_devices
 from actmem.errors import DeviceError, ModeError, PlanError
+from actmem.modes import check_allowed
 from actmem.plan import Plan
 from actmem.profiles import Profile
 from actmem.shapes import TensorShape
@@ -32,6 +33,7 @@ __all__ = [
     "described",
     "document_of",
     "measured",
+    "measures_of",
     "options_of",
     "parts_of",
     "parts_text",
@@ -94,6 +96,8 @@ def check_planning(asked: Planning, mistakes: Mistakes) -> Device | None:
         settings = AllocatorSettings.parse(asked.allocator)
         if chosen is not None:
             check_allocator(settings, chosen)
+    with mistakes.noted():
+        check_allowed(measures_of(asked))
     for name, number in (("microbatches", asked.microbatches), ("shard", asked.shard)):
         with mistakes.noted():
             if number < 1:
@@ -121,6 +125,15 @@ def described(loaded: Loaded, blocks: Sequence[str], shapes: Sequence[TensorShap
 def document_of(plan: Plan) -> dict[str, Any]:
     """Return the contents of the plan file as a JSON object."""
     return cast(dict[str, Any], json.loads(plan.to_json()))
+
+
+def measures_of(asked: Planning) -> tuple[str, ...]:
+    """Return what a plan may use beyond decisions about blocks.
+
+    >>> measures_of(Planning("tiny:llama-3.1-8b", budget="90%", allow="split, offload"))
+    ('split', 'offload')
+    """
+    return tuple(name.strip() for name in asked.allow.split(",") if name.strip())
 
 
 def options_of(asked: Planning) -> dict[str, Any]:

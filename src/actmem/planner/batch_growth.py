@@ -42,6 +42,7 @@ def largest(
     multiple: int | None = None,
     most: int = 2**22,
     progress: Callable[[int, bool], None] | None = None,
+    start: int | None = None,
     **options: Any,
 ) -> Largest:
     """Find the longest sequence or the largest batch that fits a budget, with its plan.
@@ -56,6 +57,7 @@ def largest(
         multiple: n is a multiple of this.
         most: n is at most this.
         progress: called with each n that was tried, and whether it fits.
+        start: an n that may fit, to be tried first: the search is shorter if it does.
         options: anything else that `fit` takes, except `step`.
 
     Raises:
@@ -94,7 +96,10 @@ def largest(
         return tried[n]
 
     low, high = multiple, None
-    attempt(low)
+    if start is not None and multiple < start <= most and attempt(start - start % multiple) is not None:
+        low = start - start % multiple
+    else:
+        attempt(low)
     while high is None and low < most:
         following = min(2 * low, most - most % multiple)
         if following == low:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -17,23 +17,24 @@ from actmem.decisions import Decision
 from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
 from actmem.plan import FitRecord, Plan
+from actmem.planner.allowed_measures import Variant, best_variant, check_asked, stepping_profiles, with_copies
 from actmem.planner.budget_allowance import Allowance, allowance
 from actmem.planner.card_fit import allowed_text, check_allocator, fit_card
 from actmem.planner.compiled_fit import check_compiled, compilation, fit_ladder, make_ladder
 from actmem.planner.enough_ranks import enough_ranks
 from actmem.planner.named_modes import named_keeps, named_steps
 from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, solve
-from actmem.planner.split_choice import AUTO, check_asked, split_or_whole
 from actmem.planner.written_plan import write_plan
 from actmem.profiles import Profile
 from actmem.profiling import OptimizerLike, called_as, check_step, for_card, profiles
-from actmem.settings import STORES, Compiled, Offload, Split
+from actmem.settings import STORES, Compiled, Offload, OptimizerState, Split, StepInBackward
 from actmem.simulation import (
     Simulated,
     cost_seconds,
     decisions,
     dtypes_of,
     follow,
+    groups_of,
     is_accelerator,
     lowering,
     on_card,
@@ -73,6 +74,8 @@ def fit(
     compiled: bool | Compiled | None = None,
     allocator: str | AllocatorSettings = "",
     split: Split | None = None,
+    step_in_backward: StepInBackward | None = None,
+    optimizer_state: OptimizerState | None = None,
     allow: Sequence[str] = (),
 ) -> Plan:
     """Find the plan that trains fastest within a memory budget, and say how far from the best possible it may be.
@@ -114,8 +117,11 @@ def fit(
             "expandable_segments:True", or an `actmem.allocator.AllocatorSettings`. Default: torch's defaults, whatever
             the variable is now.
         split: what the plan computes in pieces of tokens, such as `Split(loss=16)`: it is planned with.
-        allow: what the plan may use that changes the order of sums: "split" lets it compute logits and loss in chunks
-            of tokens, where the budget needs that or fewer values are then recomputed.
+        step_in_backward: each parameter is stepped in the backward pass, and its gradient dropped.
+        optimizer_state: where the optimizer's state is kept, such as `OptimizerState(to="disk")`.
+        allow: what the plan may use, where the budget needs it or the step is then faster: "step_in_backward",
+            "optimizer_state", "offload", and "split", which computes logits and loss in chunks of tokens and so changes
+            the order of sums.
 
     Returns:
         The plan. `plan.predicted` has its peak, its step time and the proven bound.
@@ -141,19 +147,21 @@ def fit(
     >>> print(*plan.predicted.calls[0])
     input float32 [256, 64]
     """
+    more: dict[str, Any] = {"time_limit": time_limit, "allocator": allocator}
     if isinstance(model, Profile):
         if (
             any(given is not None for given in (example, step, loss, blocks, scope, compiled, split))
             or examples
-            or allow
+            or "split" in allow
         ):
             raise ModeError(
                 "a profile already says what the step does: example, examples, step, loss, blocks, scope, compiled, "
-                "split and allow cannot be combined with it. Omit them, or pass the model itself."
+                "split and allow=['split'] cannot be combined with it. Omit them, or pass the model itself."
             )
         known = resolved(device, dtypes_of(model))
-        allowed = allowance(budget, known, headroom)
-        return fit_profiles([model], allowed, known, offload=offload, time_limit=time_limit, allocator=allocator)
+        asked = Variant(None, step_in_backward, optimizer_state, offload)
+        check_asked(asked, allow, is_compiled=False)
+        return fit_allowed([model], allowance(budget, known, headroom), known, asked, allow, **more)
     check_module(model)
     batches = [*examples] if example is None else [example, *examples]
     if step is not None and examples:
@@ -181,8 +189,10 @@ def fit(
         check_compiled(allocator, step=step, examples=examples, offload=offload, shard=shard)
         model = cast("nn.Module", getattr(model, "_orig_mod", model))
         found_blocks = find_blocks(model, blocks, scope)
-    check_asked(split, allow, is_compiled=how is not None)
+    asked = Variant(split, step_in_backward, optimizer_state, offload)
+    check_asked(asked, allow, is_compiled=how is not None)
 
+    @cache
     def profiled(split: Split | None) -> list[Profile]:
         called = f"actmem.fit(model, {what}, budget=..., fake=False)"
         with called_as(called), for_card(known.has_caching_allocator), split_for_now(model, split, found_blocks):
@@ -201,15 +211,38 @@ def fit(
                 shard=shard,
             )
 
-    found = profiled(split)
     if how is not None:
-        ladder = make_ladder(model, found_blocks, batches[0], loss, how, found[0], known, fake=fake)
+        ladder = make_ladder(model, found_blocks, batches[0], loss, how, profiled(None)[0], known, fake=fake)
         return fit_ladder(ladder, allowed.budget_bytes, known, how, headroom=allowed.headroom, fake=fake)
-    more: dict[str, Any] = {"offload": offload, "time_limit": time_limit, "allocator": allocator}
-    planned = partial(fit_profiles, allowed=allowed, known=known, **more)
-    if "split" in allow:
-        return split_or_whole(planned, found, lambda: profiled(AUTO))
-    return replace(planned(found), split=split)
+    return fit_allowed(profiled, allowed, known, asked, allow, **more)
+
+
+def fit_allowed(
+    profiled: Sequence[Profile] | Callable[[Split | None], Sequence[Profile]],
+    allowed: Allowance,
+    known: Device,
+    asked: Variant,
+    allow: Sequence[str],
+    **more: Any,
+) -> Plan:
+    """Find the plan with what it may use beyond decisions about blocks. See NOTE [ Allowed measures ].
+
+    Args:
+        profiled: the profiles, or what makes them for a split.
+        allowed: the budget.
+        known: the device.
+        asked: what the plan is to use.
+        allow: what it may use.
+        more: what else `fit_profiles` takes.
+    """
+
+    def planned(variant: Variant) -> Plan:
+        found = profiled(variant.split) if callable(profiled) else profiled
+        chosen = stepping_profiles(found, variant)
+        plan = fit_profiles(chosen, allowed, known, offload=variant.offload, **more)
+        return variant.written(with_copies(plan, found[0], variant, known))
+
+    return best_variant(planned, asked, allow, known)[0]
 
 
 def fit_profiles(
@@ -227,10 +260,15 @@ def fit_profiles(
     if known.has_caching_allocator:
         profiles = [on_card(p, known) for p in profiles]
         found = profiles
+        kept: dict[int, list[Keeps]] = {}
+
+        def named(p: Profile) -> list[Keeps]:
+            """Follow the named modes once for all targets."""
+            return kept[id(p)] if id(p) in kept else kept.setdefault(id(p), named_keeps(p))
 
         def within(target_bytes: int) -> Plan:
             beyond_bytes = allowed.budget_bytes - target_bytes
-            return fit_profile(found, target_bytes, known, beyond_bytes=beyond_bytes, **options)
+            return fit_profile(found, target_bytes, known, beyond_bytes=beyond_bytes, named=named, **options)
 
         plan = fit_card(within, profiles, allowed.budget_bytes, known, settings)
     else:
@@ -252,7 +290,7 @@ def fit_profile(
     headroom: float = 0.0,
     beyond_bytes: int = 0,
     time_limit: float = TIME_LIMIT,
-    named: Sequence[Keeps] | None = None,
+    named: Callable[[Profile], Sequence[Keeps]] = named_keeps,
 ) -> Plan:
     """Find the plan for existing profiles: the one with the highest plain peak decides.
 
@@ -264,7 +302,7 @@ def fit_profile(
         headroom: what was taken off the budget, to be recorded.
         beyond_bytes: how much more the budget is, for what is not a tensor; a refusal names it.
         time_limit: seconds after which the solver is stopped.
-        named: what `named_keeps` returned for the profile, if several budgets are tried on it.
+        named: returns what `named_keeps` does, perhaps from an earlier budget.
     """
     chief = profiles[0]
     if len(profiles) > 1:
@@ -291,11 +329,11 @@ def fit_profile(
     limit_bytes = budget_bytes - (0 if is_accelerator(known) else max(p.numbers_bytes for p in profiles))
     target_bytes = limit_bytes
     while True:
-        solution = best(target_bytes, (named or named_keeps(chief)) if few else ())
+        solution = best(target_bytes, named(chief) if few else ())
         if not few and (not solution.feasible or solution.gap > _NEAR):
-            named = named or named_keeps(chief)
-            if not solution.feasible or any(_is_faster(chief, k, seconds, target_bytes, solution) for k in named):
-                again = best(target_bytes, named)
+            modes = named(chief)
+            if not solution.feasible or any(_is_faster(chief, k, seconds, target_bytes, solution) for k in modes):
+                again = best(target_bytes, modes)
                 solution = replace(again, time_limit_hit=again.time_limit_hit or solution.time_limit_hit)
         solution = _same_each_time(chief, solution, seconds, whole, target_bytes)
         if not solution.feasible:
@@ -304,7 +342,7 @@ def fit_profile(
             if by_name is not None:
                 plan, found, solution = by_name
                 break
-            text = refusal(
+            raise refusal(
                 chief,
                 solution,
                 by_names,
@@ -314,7 +352,6 @@ def fit_profile(
                 beyond_bytes=beyond_bytes,
                 known=known,
             )
-            raise BudgetError(text)
         plan, found = write_plan(chief, solution.keeps, target_bytes, f"fit(budget={budget_bytes})", where)
         if found.peak_bytes <= limit_bytes:
             break
@@ -370,6 +407,8 @@ def _replayed(p: Profile, found: Simulated) -> list[int]:
 _FEW_LAYERS = 48
 """Up to this many layers the named modes are tried first; with more, only where the solver leaves a gap."""
 _NEAR = 5e-4
+_MOST_TRIED = 4
+"""Of how many calls of a block the decisions are tried for all of them."""
 
 
 def _everything(p: Profile) -> Keeps:
@@ -408,9 +447,10 @@ def _same_each_time(
 ) -> Solution:
     """Give a block that is called more than once in a step the same decisions each time, as rules do.
 
-    The candidates are what the solution decides for each of the calls, and what it saves in all of them. The fastest
-    that fits is taken. A block that does not run the same operators each time is saved or recomputed as a whole. The
-    bound stays: it holds for plans that may decide differently each time, and so for these.
+    The candidates are what the solution decides for each of the calls, or for some of them if there are many, and what
+    it saves in all of them. The fastest that fits is taken. A block that does not run the same operators each time is
+    saved or recomputed as a whole. The bound stays: it holds for plans that may decide differently each time, and so
+    for these.
     """
     groups: dict[str, list[int]] = {}
     for n, layer in enumerate(p.layers):
@@ -419,7 +459,8 @@ def _same_each_time(
     if not solution.feasible or most == 1:
         return solution
     best: Solution | None = None
-    for nth in range(-1, most):
+    known: set[str] = set()
+    for nth in (-1, *sorted({n * (most - 1) // (_MOST_TRIED - 1) for n in range(_MOST_TRIED)})):
         keeps: Keeps = [[]] * len(p.layers)
         for group in groups.values():
             each = [solution.keeps[n] for n in group]
@@ -434,6 +475,9 @@ def _same_each_time(
                 each = [each[min(nth, len(each) - 1)]] * len(group)
             for n, keep in zip(group, each, strict=True):
                 keeps[n] = list(keep)
+        if (text := repr(keeps)) in known:
+            continue
+        known.add(text)
         found = simulate(p, keeps, exact=True)
         replayed = sum(seconds[cost] for cost in _replayed(p, found))
         tried = replace(
@@ -514,8 +558,8 @@ def refusal(
     headroom: float,
     beyond_bytes: int,
     known: Device,
-) -> str:
-    """Write the message for a budget that cannot be met."""
+) -> BudgetError:
+    """Return the error for a budget that cannot be met."""
     accelerator = is_accelerator(known)
     keeps, exact, simulated = s.keeps, True, simulate(p, s.keeps, exact=True, timeline=True)
     for plan, found in named:
@@ -548,10 +592,12 @@ def refusal(
     enough = math.ceil((peak + beyond_bytes) / (1 - headroom) / 2**20) * 2**20
     lines.append(f"Or allow it: {allowed_text(enough)}.")
     if beyond_bytes:
-        outside = size(outside_torch(known, p.shard))
+        outside = size(outside_torch(known, groups_of(p)))
         lines.append(
             f"Of the budget of {size(budget_bytes + beyond_bytes)} on {known.name}, {size(beyond_bytes)} are not for "
             f"tensors: {outside} lie outside torch, the rest is for cuBLAS's workspaces and for what the caching "
             "allocator adds."
         )
-    return "\n".join(lines)
+    error = BudgetError("\n".join(lines))
+    error.smallest_bytes = peak
+    return error

@@ -22,7 +22,7 @@ from actmem.modes import OPTIMIZERS
 from actmem.plan import Plan
 from actmem.profiling import OptimizerLike, argument_names, for_card, named_arguments, profile, shapes_of
 from actmem.shapes import TensorShape
-from actmem.simulation import follow
+from actmem.simulation import follow, with_stepping
 from actmem.structure import Condition, condition, condition_digest, difference
 from actmem.torchcompat import FakeTensor
 from actmem.units import size
@@ -173,7 +173,7 @@ class Guard:
                     shard=predicted.shard,
                     routing="worst" if predicted.routing == "worst" else "balanced",
                 )
-            return follow(found, self._plan).peak_bytes + self._beside_bytes
+            return follow(with_stepping(found, self._plan), self._plan).peak_bytes + self._beside_bytes
         finally:
             self._resting = False
 

@@ -22,6 +22,7 @@ from actmem.simulation import (
     decisions,
     estimates,
     follow,
+    groups_of,
     outside_torch,
     prediction,
     unknowns,
@@ -71,7 +72,7 @@ def fit_card(
         known: the card.
         settings: of its caching allocator.
     """
-    outside_bytes = outside_torch(known, profiles[0].shard)
+    outside_bytes = max(outside_torch(known, groups_of(p)) for p in profiles)
     limit_bytes = budget_bytes - outside_bytes
     target_bytes = limit_bytes - 2 * (known.blas_workspace_bytes or 0)
     if target_bytes <= 0:
@@ -91,10 +92,12 @@ def fit_card(
             replace(card, settings=better, judged=[]).fitting(target_bytes)
         except BudgetError:
             raise error from None
-        raise BudgetError(
+        better_error = BudgetError(
             f"{error}\nWhat would help: expandable segments, in which less memory is unusable. With them a plan fits: "
             f"allocator={better.text!r} here, and PYTORCH_CUDA_ALLOC_CONF={better.text} when it trains."
-        ) from None
+        )
+        better_error.smallest_bytes = error.smallest_bytes
+        raise better_error from None
     assert plan.predicted is not None
     first = card.judged[0].predicted
     bound = plan.predicted.bound if first is None else first.bound

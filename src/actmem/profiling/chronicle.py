@@ -18,12 +18,12 @@ import contextlib
 from collections.abc import Callable, Generator, Hashable, Iterable
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from actmem.distributedcompat import link_traffic
+from actmem.distributedcompat import LinkTraffic, link_traffic
 from actmem.engine import WHOLE_CALLS
 from actmem.log_entries import CallRan, Entry, Left, LiveEntry, OperatorEntry, OpRan, Packed, StorageDied, TensorGone
 from actmem.measuring import (
@@ -57,7 +57,17 @@ from actmem.torchcompat import (
     resolving_bits,
 )
 
-__all__ = ["Allocated", "BackwardBegan", "BackwardEnded", "Chronicle", "Freed", "TensorDied", "changes", "settled"]
+__all__ = [
+    "Accumulated",
+    "Allocated",
+    "BackwardBegan",
+    "BackwardEnded",
+    "Chronicle",
+    "Freed",
+    "TensorDied",
+    "changes",
+    "settled",
+]
 
 _ASKS_DEVICE: Any = torch.ops.prim.device.default
 """What `tensor.device` is on a fake tensor."""
@@ -92,6 +102,20 @@ class BackwardEnded(LiveEntry):
     """The gradient of a block's input is complete. `expand` needs to know, and leaves it out."""
 
     layer: int
+    live_bytes: int
+
+
+@final
+@dataclass(slots=True, unsafe_hash=True)  # see NOTE [ The log ]
+class Accumulated(LiveEntry):
+    """The gradient of a parameter is complete. `changes` leaves it out of the log."""
+
+    layer: int
+    """The block call whose module it belongs to; -1 outside of the blocks, or if several have it."""
+    name: str
+    """In the module of the block, or in the model."""
+    storage: int
+    """The gradient's."""
     live_bytes: int
 
 
@@ -254,6 +278,8 @@ class Chronicle(TorchDispatchMode):
         self.paused = False
         """Operators are not logged: they are the profiler's own."""
         self._names: list[str] = []
+        self.groups: set[tuple[int, ...]] = set()
+        """The ranks of each group in which a collective ran."""
         self._claim: tuple[str, tuple[int, int], Callable[[int, int], None]] | None = None
         self._least, self.device = least_seconds, device
         self._finds_workspaces = finds_workspaces and device.type == "cpu"
@@ -373,7 +399,9 @@ class Chronicle(TorchDispatchMode):
         numbers = 0
         if self.device.type == "cpu":
             numbers = sum(number_bytes(args[i]) for i in places if i < len(args))
-        link, reach = (0, 0) if "c10d" not in name else _traffic(name, args, made, moved - made)
+        link, reach, ranks = LinkTraffic() if "c10d" not in name else _traffic(name, args, made, moved - made)
+        if len(ranks) > 1:
+            self.groups.add(ranks)
         cost = Cost(name, flops, 0 if view else moved, computes_in, number_bytes=numbers, link_bytes=link, reach=reach)
         alike = cost, None if least is None else _lie(args, kwargs)
         number = self._numbers.setdefault(alike, len(self._names))
@@ -444,24 +472,39 @@ def settled(log: list[Entry]) -> list[Entry]:
     return found
 
 
-def changes(log: list[Entry]) -> tuple[list[Entry], list[tuple[int, int, int]]]:
-    """Split a log into what is left of it, and what was allocated and freed on the way.
+class Changes(NamedTuple):
+    """What `changes` takes out of a log."""
 
-    Each change is the position in the log before which it happened, a storage, and its bytes; none if it was freed.
+    log: list[Entry]
+    """What is left of it."""
+    memory: list[tuple[int, int, int]]
+    """The position in the log before which something was allocated or freed, a storage, and its bytes; none if it was
+    freed."""
+    accumulated: list[tuple[int, int, Accumulated]]
+    """The position in the log before which a gradient was complete, how many more bytes were alive then than after the
+    entry before that says so, and which gradient."""
+
+
+def changes(log: list[Entry]) -> Changes:
+    """Split a log into what is left of it, and what came and went on the way.
 
     >>> changes([Allocated(0, 8), StorageDied(3), Freed(0)])
-    ([StorageDied(storage=3)], [(0, 0, 8), (1, 0, 0)])
+    Changes(log=[StorageDied(storage=3)], memory=[(0, 0, 8), (1, 0, 0)], accumulated=[])
     """
-    rest: list[Entry] = []
-    found: list[tuple[int, int, int]] = []
+    found = Changes([], [], [])
+    live = 0
     for entry in log:
+        at = len(found.log)
         if isinstance(entry, Allocated):
-            found.append((len(rest), entry.storage, entry.num_bytes))
+            found.memory.append((at, entry.storage, entry.num_bytes))
         elif isinstance(entry, Freed):
-            found.append((len(rest), entry.storage, 0))
+            found.memory.append((at, entry.storage, 0))
+        elif isinstance(entry, Accumulated):
+            found.accumulated.append((at, entry.live_bytes - live, entry))
         else:
-            rest.append(entry)
-    return rest, found
+            live = entry.live_bytes if isinstance(entry, LiveEntry) else live
+            found.log.append(entry)
+    return found
 
 
 watches(__file__)
@@ -475,7 +518,7 @@ def _learn(func: Any) -> tuple[str, Formula | None, bool, bool, bool, tuple[int,
     return name, flop_formula(func), mutates, name == "aten.lift_fresh.default", is_listed(name), places
 
 
-def _traffic(name: str, args: tuple[Any, ...], made: int, given: int) -> tuple[int, int]:
+def _traffic(name: str, args: tuple[Any, ...], made: int, given: int) -> LinkTraffic:
     """Return what a collective sends, and how far: one that is given room for its result returns it too."""
     if name.startswith("c10d."):
         sizes = [num_bytes(tensor) for tensor in tensors_in(args)] or [0]

@@ -36,7 +36,7 @@ from actmem.engine import has_bytes, put_together, take_apart
 from actmem.log_entries import Entered, Entry, LayerEntry, Left, OpRan, StorageDied, Unpacked
 from actmem.measuring import storages_of
 from actmem.profiles import Layer
-from actmem.profiling.chronicle import Allocated, BackwardBegan, BackwardEnded, Chronicle, Freed
+from actmem.profiling.chronicle import Accumulated, Allocated, BackwardBegan, BackwardEnded, Chronicle, Freed
 from actmem.profiling.reads import Reads
 from actmem.torchcompat import FakeTensor, active_fake_mode, without_dispatch_modes
 
@@ -397,6 +397,7 @@ class _Part:
         if opening is None or closing is None or closing[0] < opening[0]:
             raise _NotAlikeError
         (begin, opened), (end, closed) = opening, closing
+        self._layer = layer
         self._entries = log[begin + 1 : end]
         if any(isinstance(e, LayerEntry) and e.layer != layer for e in self._entries):
             raise _NotAlikeError
@@ -437,6 +438,10 @@ class _Part:
             elif isinstance(entry, Freed):
                 if entry.storage in names:
                     yield Freed(names[entry.storage])
+            elif isinstance(entry, Accumulated):
+                if entry.layer == self._layer:  # what the block shares with others is complete once
+                    storage = names.get(entry.storage, entry.storage)
+                    yield Accumulated(layer, entry.name, storage, entry.live_bytes + shift)
             elif isinstance(entry, LayerEntry):
                 yield entry.moved(layer, shift)
             elif not isinstance(entry, (BackwardBegan, BackwardEnded)):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from actmem.measuring import measure
 from actmem.modes import check_optimizer
 from actmem.profiling.chronicle import Allocated, Chronicle, Freed
-from actmem.profiling.optimizer_trial import Factory, OptimizerTrial, try_optimizer
+from actmem.profiling.optimizer_trial import Factory, OptimizerTrial, singly, try_optimizer
 from actmem.torchcompat import FakeTensor, FakeTensorMode
 
 __all__ = ["OptimizerLike", "optimizer_bytes", "optimizer_of", "optimizer_on_card"]
@@ -65,7 +65,8 @@ def optimizer_of(
     stock, memory = optimizer_on_card(used, optimizer, dtype=dtype)
     kinds = sorted({str(dtype or p.dtype).removeprefix("torch.") for p in parameters.values() if p.requires_grad})
     called = f"{optimizer}, {' and '.join(kinds) or 'nothing to train'}"
-    return OptimizerTrial(called, state, transient, stock, memory)
+    steps = singly(_CLASSES[optimizer], parameters, unused, dtype=dtype)
+    return OptimizerTrial(called, state, transient, stock, memory, steps)
 
 
 def optimizer_bytes(

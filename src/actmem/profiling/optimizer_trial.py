@@ -15,9 +15,10 @@ known.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,14 +27,16 @@ from torch.optim import Optimizer
 
 from actmem.errors import ActmemError, ModeError, UnsupportedError
 from actmem.measuring import measure, state_tensors, storages_of
+from actmem.profiles import ParameterStep
 from actmem.profiling.chronicle import Allocated, Chronicle, Freed
 from actmem.profiling.complaints import for_real, quiet
 from actmem.profiling.fake_model import StandIns
 from actmem.profiling.numbers import Numbers
 from actmem.profiling.reach import Reach
+from actmem.stepping import goes_away, single_step
 from actmem.torchcompat import FakeTensor, FakeTensorMode
 
-__all__ = ["Factory", "OptimizerTrial", "refuse_fakes", "try_optimizer"]
+__all__ = ["Factory", "OptimizerTrial", "refuse_fakes", "singly", "try_optimizer"]
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -54,6 +57,8 @@ class OptimizerTrial:
     """On a card: bytes of each tensor of its state."""
     memory: tuple[tuple[int, int], ...] = ()
     """On a card: what a step allocates and frees: a number and its bytes, or 0 where it is freed."""
+    steps: tuple[ParameterStep, ...] = ()
+    """What each parameter takes by itself, in the order of the optimizer."""
 
 
 def try_optimizer(
@@ -82,10 +87,12 @@ def try_optimizer(
     """
     left_out = set(unused)
     trained = [p for name, p in parameters.items() if p.requires_grad and name not in left_out]
-    with _faked(optimizer, [*parameters.values()], trained) as stepped:
+    with _faked(optimizer, [*parameters.values()], trained) as (stepped, stand_ins):
+        fakes = {name: stand_ins(p) for name, p in parameters.items()}
         try:
             _step(stepped)
             trial = _seen(stepped, together=together)
+            trial = replace(trial, steps=_singly(stepped, {id(fake): name for name, fake in fakes.items()}))
         except ActmemError:
             raise
         except Exception as error:
@@ -94,23 +101,68 @@ def try_optimizer(
                 f"{type(error).__name__}: {' '.join(str(error).split())[:300]}. Profile a step of your loop, for real: "
                 "actmem.profile(model, step=step, fake=False)."
             ) from error
+        finally:
+            del fakes, stand_ins
     return trial
 
 
-def _seen(optimizer: Optimizer, *, together: bool) -> OptimizerTrial:
-    step_bytes = measure(lambda: _step(optimizer), optimizer=optimizer).step_bytes
-    state = [t for t in state_tensors(optimizer) if not (together and _is_counter(t))]
-    kinds = sorted({str(t.dtype).removeprefix("torch.") for t in state if not _is_counter(t)})
-    name = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True
+def singly(
+    factory: Factory, parameters: Mapping[str, Tensor], unused: Iterable[str] = (), *, dtype: torch.dtype | None = None
+) -> tuple[ParameterStep, ...]:
+    """Return what each parameter takes by itself, from one that stands for all of its shape.
+
+    Args:
+        factory: makes the optimizer.
+        parameters: those of the model, by their names.
+        unused: names of the parameters that get no gradient.
+        dtype: the dtype of the state, if it differs from that of the parameters.
+    """
+    left_out = set(unused)
+    trained = {name: p for name, p in parameters.items() if p.requires_grad and name not in left_out}
+    alike = {name: (p.shape, p.stride(), p.dtype) for name, p in trained.items()}
+    firsts = {key: name for name, key in reversed(alike.items())}
+    chosen = {name: trained[name] for name in firsts.values()}
+    with _faked(factory, [*chosen.values()], [*chosen.values()]) as (stepped, stand_ins):
+        _step(stepped)
+        found = {s.name: s for s in _singly(stepped, {id(stand_ins(p)): name for name, p in chosen.items()})}
+    steps: list[ParameterStep] = []
+    for name, key in alike.items():
+        step, wide = found[firsts[key]], 1 if dtype is None else dtype.itemsize / key[2].itemsize
+        steps.append(replace(step, name=name, state_bytes=tuple(int(size * wide) for size in step.state_bytes)))
+    return tuple(steps)
+
+
+def _singly(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[ParameterStep, ...]:
+    """Step each parameter by itself; of those that are alike, one."""
+    found: list[ParameterStep] = []
+    seen: dict[Any, ParameterStep] = {}
+    for nth, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if p.grad is None or id(p) not in names:
+                continue
+            key = nth, p.shape, p.stride(), p.dtype
+            if key not in seen:
+                state = [t for t in optimizer.state.get(p, {}).values() if goes_away(t, 0)]
+                transient = measure(functools.partial(single_step, optimizer, p), optimizer=optimizer).step_bytes
+                memory = _allocations(optimizer, functools.partial(single_step, optimizer, p))
+                seen[key] = ParameterStep("", tuple(_sizes(state)), transient, memory)
+            found.append(replace(seen[key], name=names[id(p)]))
+    return tuple(found)
+
+
+def _allocations(optimizer: Optimizer, step: Callable[[], object]) -> tuple[tuple[int, int], ...]:
+    """Return what a step allocates and frees on a card: a number and its bytes, or 0 where it is freed."""
+    undecided = [g for g in optimizer.param_groups if g.get("foreach", False) is None and not g.get("fused")]
     chronicle = Chronicle(torch.device("cpu"))
     for tensor in (*_parameters(optimizer), *state_tensors(optimizer)):
         chronicle.ledger.add_base(tensor, "parameters")
     chronicle.ledger.begin()
+    for group in undecided:
+        group["foreach"] = True
     with chronicle:
-        _step(optimizer)
+        step()
+    for group in undecided:
+        group["foreach"] = None
     names: dict[int, int] = {}
     memory: list[tuple[int, int]] = []
     for e in chronicle.log:
@@ -118,19 +170,27 @@ def _seen(optimizer: Optimizer, *, together: bool) -> OptimizerTrial:
             memory.append((names.setdefault(e.storage, len(names)), e.num_bytes))
         elif isinstance(e, Freed) and e.storage in names:
             memory.append((names[e.storage], 0))
+    return tuple(memory)
+
+
+def _seen(optimizer: Optimizer, *, together: bool) -> OptimizerTrial:
+    step_bytes = measure(lambda: _step(optimizer), optimizer=optimizer).step_bytes
+    state = [t for t in state_tensors(optimizer) if not (together and _is_counter(t))]
+    kinds = sorted({str(t.dtype).removeprefix("torch.") for t in state if not _is_counter(t)})
+    name = type(optimizer).__name__
     return OptimizerTrial(
         f"{name}, {' and '.join(kinds) or 'no state'}",
         sum(_sizes(state)),
         step_bytes,
         tuple(_sizes([t for t in state if not _is_counter(t)])),
-        tuple(memory),
+        _allocations(optimizer, functools.partial(_step, optimizer)),
     )
 
 
 @contextlib.contextmanager
 def _faked(
     optimizer: Optimizer | Factory, parameters: Sequence[Tensor], trained: Sequence[Tensor]
-) -> Generator[Optimizer]:
+) -> Generator[tuple[Optimizer, StandIns]]:
     """Yield an optimizer of stand-ins that have gradients; and put everything back."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     stand_ins = StandIns(mode)
@@ -148,7 +208,7 @@ def _faked(
             else:
                 stepped = _made(optimizer, [p for p in fakes if p.requires_grad])
             del fakes, with_gradient
-            yield stepped
+            yield stepped, stand_ins
     finally:
         reach.restore()
     if isinstance(optimizer, Optimizer):

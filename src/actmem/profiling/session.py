@@ -16,7 +16,7 @@ from actmem.errors import UnsupportedError
 from actmem.log_entries import Entered, Left, PhaseBegan, StorageDied
 from actmem.measuring import watching_resizes
 from actmem.profiles import COPY, Call, Cost, Layer, Profile, Value
-from actmem.profiling.chronicle import BackwardBegan, BackwardEnded, Chronicle, changes, settled
+from actmem.profiling.chronicle import Accumulated, BackwardBegan, BackwardEnded, Chronicle, changes, settled
 from actmem.profiling.complaints import for_real
 from actmem.profiling.equal_blocks import Skipped, Template, expand, numbers_of, signature, skip
 from actmem.profiling.examples import loss_of
@@ -95,6 +95,8 @@ class Session:
         self._stale: set[str] = set()
         """Blocks that would have changed something in themselves if they had been run."""
         self._identities = identities or {}
+        self._owners: dict[int, tuple[int, str]] = {}
+        """id of a parameter -> the block call whose module has it, -1 for none, and its name there."""
 
     def run(self, example: Any, loss: Callable[[Any], Tensor] | None) -> None:
         """Run forward and backward."""
@@ -114,6 +116,7 @@ class Session:
 
         def use(p: Tensor) -> None:
             used.add(id(p))
+            self._note_accumulated(p)
 
         hooks: list[Any] = [
             p.register_post_accumulate_grad_hook(use)  # pyright: ignore[reportUnknownMemberType]
@@ -140,6 +143,27 @@ class Session:
                 hook.remove()
             for p, grad in before:
                 p.grad = grad
+
+    def _note_accumulated(self, p: Tensor) -> None:
+        """Note that the gradient of a parameter is complete."""
+        if not self._owners:
+            for name, parameter in self._model.named_parameters():
+                self._owners[id(parameter)] = -1, name
+            shared: set[int] = set()
+            for layer in self._calls:
+                for name, parameter in self._blocks[layer].module.named_parameters():
+                    known = self._owners[id(parameter)][0]
+                    if known >= 0 and self._blocks[known].module is not self._blocks[layer].module:
+                        shared.add(id(parameter))
+                    elif known < 0 and id(parameter) not in shared:
+                        self._owners[id(parameter)] = layer, name
+            for name, parameter in self._model.named_parameters():
+                if id(parameter) in shared:
+                    self._owners[id(parameter)] = -1, name
+        layer, name = self._owners[id(p)]
+        numbers = self._chronicle.ledger.numbers_of([(p.grad, "")] if p.grad is not None else [])
+        for storage in numbers.get("", ()):
+            self._chronicle.note(Accumulated(layer, name, storage, self._chronicle.live_bytes))
 
     def run_step(self, step: Callable[[], object], holdings: Callable[[], Iterable[tuple[Tensor, str]]]) -> None:
         """Run a step of the user's own loop.
@@ -343,7 +367,7 @@ class Session:
         if expanded is None:
             return None
         unmarked, actions = actions_in(expanded[0])
-        log, memory = changes(unmarked)
+        log, memory, accumulated = changes(unmarked)
         layers = expanded[1]
         for s in self._skipped:
             layers[s.layer] = replace(layers[s.layer], path=self._blocks[s.layer].path)
@@ -370,8 +394,13 @@ class Session:
             "stock": self._stock_of(sizes),
             "carried": self._carried,
             "actions": actions,
+            "accumulated": tuple((at, rise, e.storage, self._full_name(e)) for at, rise, e in accumulated),
         }
         return Profile(**(found | facts))
+
+    def _full_name(self, entry: Accumulated) -> str:
+        path = "" if entry.layer < 0 else self._blocks[entry.layer].path
+        return f"{path}.{entry.name}" if path else entry.name
 
     def _stock_of(self, sizes: dict[int, int]) -> tuple[tuple[int, int, str], ...]:
         """Return number, bytes and role of what is there when the step begins, the caller's tensors included."""

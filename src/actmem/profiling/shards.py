@@ -45,6 +45,7 @@ def with_optimizer(profile: Profile, optimizer: OptimizerTrial) -> Profile:
         optimizer=optimizer.name,
         optimizer_stock=optimizer.stock,
         optimizer_memory=optimizer.memory,
+        parameter_steps=optimizer.steps,
         log=tuple(log),
         costs=costs,
     )

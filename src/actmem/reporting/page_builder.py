@@ -29,6 +29,7 @@ from actmem.simulation import (
     resolved,
     step_seconds,
     walk,
+    with_stepping,
 )
 from actmem.units import size
 
@@ -78,8 +79,8 @@ def build(
     if type(num_plans) is not int or num_plans < 2:
         raise ModeError(f"num_plans = {num_plans!r} is not permitted. Expected an int of 2 or more, such as 24.")
     known = resolved(device, dtypes_of(profile))
-    profile = on_card(profile, known)
     asked = plan_of(profile, plan)
+    profile = on_card(with_stepping(profile, asked), known)
     seconds = cost_seconds(profile, known)
     if asked.predicted is None:
         raise PlanError(

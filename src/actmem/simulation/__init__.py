@@ -7,6 +7,7 @@
   runs a step's allocations through torch's caching allocator, and says what a card must have. `predictor.py` puts
   them together.
 - `job_clock.py` says when the ranks of a pipeline do what, and so how long a step of the whole job takes.
+- `stepped_profile.py` lets the optimizer step in the backward pass, or keep its state elsewhere.
 - `step_walk.py` and `peaks.py` divide the bytes of each moment by what they are for.
 - `peak_moments.py` and `transfer_links.py` answer for thousands of plans, for the planner.
 
@@ -14,7 +15,7 @@ Nothing here chooses a plan: that is `actmem.planner`.
 """
 
 from actmem.simulation.card_kernels import on_card, unknowns
-from actmem.simulation.card_usage import CardMemory, card_memory, estimates, outside_torch
+from actmem.simulation.card_usage import CardMemory, card_memory, estimates, groups_of, outside_torch
 from actmem.simulation.job_clock import Stretch, ends_of, in_flight, least_seconds, stretches
 from actmem.simulation.peak_moments import NEVER, Effect, LayerFamily, Timeline
 from actmem.simulation.peaks import lowering, peak_words
@@ -32,6 +33,7 @@ from actmem.simulation.step_cost import (
     step_seconds,
 )
 from actmem.simulation.step_walk import NAMES, Ground, Moments, walk
+from actmem.simulation.stepped_profile import stepped, with_stepping
 from actmem.simulation.transfer_links import Link, Traffic
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "ends_of",
     "estimates",
     "follow",
+    "groups_of",
     "in_flight",
     "is_accelerator",
     "is_measured",
@@ -71,7 +74,9 @@ __all__ = [
     "resolved",
     "simulate",
     "step_seconds",
+    "stepped",
     "stretches",
     "unknowns",
     "walk",
+    "with_stepping",
 ]

@@ -17,6 +17,7 @@ from actmem.simulation.peaks import peak_words
 from actmem.simulation.plan_effect import follow
 from actmem.simulation.simulator import Simulated
 from actmem.simulation.step_cost import cost_seconds, dtypes_of, resolved, step_seconds
+from actmem.simulation.stepped_profile import with_stepping
 
 __all__ = ["Prediction", "plan_of", "predict"]
 
@@ -107,7 +108,7 @@ def predict(
     if collectives is not None:
         plan = replace(plan, collectives=collectives)
     known = resolved(device, dtypes_of(profile))
-    profile = on_card(profile, known)
+    profile = on_card(with_stepping(profile, plan), known)
     seconds = cost_seconds(profile, known)
     if not known.has_caching_allocator:
         return replace(prediction(profile, follow(profile, plan, timeline=True), seconds), step=(profile, plan))
