@@ -20,6 +20,7 @@ import torch.fx.traceback as _traceback
 import torch.nn.attention as _torch_attention
 import torch.utils.checkpoint as _checkpoint
 from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format as _suggest
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.function import BackwardCFunction
@@ -92,6 +93,7 @@ __all__ = [
     "without_dispatch_modes",
     "without_fake_mode",
     "without_overrides",
+    "without_wrapper",
     "wrapper_tensor",
 ]
 
@@ -187,6 +189,11 @@ def resolving_bits() -> Generator[None]:
     """
     with _exclude_key(_CONJUGATE, False), _exclude_key(_NEGATIVE, False):
         yield
+
+
+def without_wrapper(func: Any) -> Any:
+    """Return what an operator overload calls: the overload itself is Python code around it, and costs a call."""
+    return func._op if type(func) is OpOverload else func  # pyright: ignore[reportPrivateUsage]
 
 
 def is_composite(func: Any) -> bool:

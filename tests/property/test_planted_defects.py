@@ -267,7 +267,7 @@ DEFECTS = {
     "a half filled storage counts as full": Defect(_half_filled, _always_full),
     "constants are replayed": Defect(_constant, _constants_replayed),
     "two arguments on one storage are written apart": Defect(
-        _lists, _by(replay, "_run", "else copies[id(value)]", "else copies[id(value)].clone()")
+        _lists, _by(replay, "_run", "base = copies[id(value)]", "base = copies[id(value)].clone()")
     ),
     "the dtype of a view is dropped": Defect(
         _bits, _by(replay, "_run", "offset, dtype, bits)", "offset, base.dtype, bits)")

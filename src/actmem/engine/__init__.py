@@ -43,10 +43,12 @@ from actmem.engine.observation import Cut, Observation, ObservedOperator, Places
 from actmem.engine.operators import DESCRIBED, REASONS, WHOLE_CALLS, Operator, describe
 from actmem.engine.pure_functions import replayable
 from actmem.engine.replay import asked_by_function, replaying, unpack
-from actmem.engine.tape import Flattened, Handle, Tape
+from actmem.engine.tape import Tape
 from actmem.engine.unseen_functions import IMPORTED, declare_libraries, learn, running_function
 from actmem.engine.values import (
     KEPT,
+    Flattened,
+    Handle,
     Node,
     Value,
     checksum,

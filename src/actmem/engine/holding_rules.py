@@ -22,7 +22,6 @@ import itertools
 import operator
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -241,12 +240,12 @@ def written_in_place(node: Node) -> dict[int, bool]:
     It is if a replay made it and nothing else will read it. Otherwise a copy is written. By the value's `id`.
     """
     found: dict[int, bool] = {}
-    written = {(w[0], w[1]) for w in node.writes or ()}
-    num_refs = Counter(id(r[2]) for r in node.refs)
-    for ref in node.refs:
-        value: Value | None = ref[2]
-        if value is not None and (ref[0], ref[1]) in written and id(value) not in found:
-            found[id(value)] = value.own and not others_reach(value, num_refs[id(value)] + 1)
+    for where, item, *_ in node.writes or ():
+        for ref in node.refs:
+            value: Value | None = ref[2]
+            if value is not None and ref[0] == where and ref[1] == item and id(value) not in found:
+                num_refs = sum(r[2] is value for r in node.refs)
+                found[id(value)] = value.own and not others_reach(value, num_refs + 1)
     return found
 
 

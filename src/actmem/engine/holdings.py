@@ -171,7 +171,8 @@ class Holdings:
         """Keep the bytes of a value alive from now on, and note their version."""
         number_held(value)
         origin = tensor if tensor._base is None else tensor._base
-        parameter = isinstance(origin, Parameter) or (origin.requires_grad and origin.is_leaf)
+        parameter = type(origin) is Parameter or (origin.requires_grad and origin.is_leaf)
+        parameter = parameter or (type(origin) is not Tensor and isinstance(origin, Parameter))
         if self._outer is not None and not parameter:
             value.held = boxed = self._box(tensor, make_alias)
             if boxed.version is not None:
@@ -212,15 +213,16 @@ class Holdings:
         if in_fake_mode() is not self._in_fake_mode:
             return
         waiting, self._provisional = self._provisional, []
-        for t in tensors(*args):
-            storage = storage_of(t)
-            for value in waiting:
-                if storage is not None and value.storage() is storage:
-                    self._hold(value, t, alias_in_handler)
-                    waiting.remove(value)
-                    break
-            if not waiting:
-                return
+        for a in args:
+            for t in (a,) if isinstance(a, Tensor) else tensors(a) if isinstance(a, (list, tuple, dict)) else ():
+                storage = storage_of(t)
+                for value in waiting:
+                    if storage is not None and value.storage() is storage:
+                        self._hold(value, t, alias_in_handler)
+                        waiting.remove(value)
+                        break
+                if not waiting:
+                    return
         for value in waiting:  # what a Python Function saved comes unchanged
             self._hold(value, value.held, alias_in_handler)
 

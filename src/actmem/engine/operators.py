@@ -36,7 +36,7 @@ import torch
 from actmem.decisions import Reason
 from actmem.engine.values import tensors
 from actmem.ops import GROUPS
-from actmem.torchcompat import is_composite, resolving_bits
+from actmem.torchcompat import is_composite, resolving_bits, without_wrapper
 
 __all__ = [
     "DESCRIBED",
@@ -215,12 +215,14 @@ class Operator:
         "accumulate",
         "again",
         "call",
+        "calm",
         "composite",
         "declared",
         "dropout",
         "fills_saved",
         "fresh",
         "func",
+        "in_place",
         "may_alias",
         "name",
         "never",
@@ -243,10 +245,8 @@ class Operator:
     def __init__(self, func: Any, packet: str | None = None) -> None:
         """Describe an overload by its schema; or, if `packet` is its name, a callable that is recorded as a whole."""
         self.func = func
-        self.call = func
-        """What the tape calls."""
-        self.again = func
-        """What a replay calls, outside any handler."""
+        self.call = self.again = without_wrapper(func)
+        """What the tape calls, and what a replay calls, outside any handler."""
         self.composite = False
         """Runs as other operators, and the tape records those. See NOTE [ Undivided ]."""
         self.reissued = False
@@ -291,18 +291,25 @@ class Operator:
             self.packet = self.name = packet
             self.overload = ""
             self.numerics = self.declared  # nobody knows what it computes
-        self.plain = not (
-            self.view
-            or self.composite
-            or self.call is not self.func
-            or self.writes
+        conditional = (
+            self.composite
+            or isinstance(self.call, _Resolving)
             or self.never
-            or self.random
             or self.accumulate
             or self.transfers
             or self.on_accelerator
         )
+        pure = not (self.view or self.writes or conditional)
+        self.plain = pure and not self.random
         """Pure, deterministic, replayable whatever its arguments: the short way through the tape."""
+        self.calm = pure and self.random and self.dropout is not None
+        """Like a plain one where it drops nothing out."""
+        self.in_place = (
+            not (conditional or self.random or self.fresh or self.overwritten or self.training or self.fills_saved)
+            and len(self.writes) == 1
+            and self.writes[0][0] == 0
+        )
+        """Like a plain one, except that it reads and writes its first argument, and returns it."""
 
     def _read_schema(self) -> None:
         schema = getattr(self.func, "_schema", None)

@@ -31,8 +31,19 @@ from torch.nn import Parameter
 
 from actmem.compilercompat import is_compiled_backward
 from actmem.engine.holding_rules import made, needs_private_copy, replay_order, written_in_place
-from actmem.engine.tape import Flattened, Handle
-from actmem.engine.values import UNCHECKED, Boxed, Node, Value, checksum, copied, see, tensors, without_bits
+from actmem.engine.values import (
+    UNCHECKED,
+    Boxed,
+    Flattened,
+    Handle,
+    Node,
+    Value,
+    checksum,
+    copied,
+    see,
+    tensors,
+    without_bits,
+)
 from actmem.error_causes import likely_of_replay
 from actmem.errors import FreedStorageError, ReplayError, SelfCheckError, VersionError
 from actmem.torchcompat import (
@@ -66,23 +77,25 @@ def unpack(packed: Any) -> Tensor:
             _materialise(value)
         elif type(value.held) is Boxed:
             _open(value)
-        base = _held(value)
-        if needs_private_copy(value, 2, parameter=isinstance(base, Parameter), by_function=asked_by_function):
+        base: Any = value.held if value.own else _held(value)
+        parameter = type(base) is not Tensor and isinstance(base, Parameter)
+        if needs_private_copy(value, 2, parameter=parameter, by_function=asked_by_function):
             with below_autograd():
                 base = copied(base)
+        size, stride, offset, dtype, bits = packed.view
         if (
-            base.shape == packed.size
-            and base.dtype is packed.dtype
-            and base.stride() == packed.stride
-            and base.storage_offset() == packed.offset
-            and not packed.bits
+            base.shape == size
+            and base.dtype is dtype
+            and base.stride() == stride
+            and base.storage_offset() == offset
+            and not bits
         ):
             tensor = base
             if type(base) is not Tensor and isinstance(base, Parameter):
                 opened_parameter(base)
         else:
             with below_autograd():
-                tensor = see(base, packed.size, packed.stride, packed.offset, packed.dtype, packed.bits)
+                tensor = see(base, size, stride, offset, dtype, bits)
         if packed.checksum is not None:
             if checksum(tensor) != packed.checksum:
                 raise SelfCheckError(_mismatch(value, declared, tensor.device))
@@ -150,10 +163,11 @@ def _materialise(value: Value) -> None:
     enter()
     try:
         with below_autograd(), without_autocast():
+            flags = numerics()  # nobody changes them while nodes run
             while order:
                 wanted, node = order.pop()
                 if wanted.node is node:  # else an earlier node of this chain made it, as another of its outputs
-                    _run(node, wanted)
+                    _run(node, wanted, flags)
                 del wanted, node  # release at once what nothing else needs
     finally:
         leave()
@@ -167,8 +181,14 @@ def _open_all(order: list[tuple[Value, Node]]) -> None:
                 _open(ref[2])
 
 
-def _run(node: Node, wanted: Value) -> None:
-    """Run one recorded operator, and leave the results in the values that can still be reached."""
+def _run(node: Node, wanted: Value, flags: tuple[Any, ...]) -> None:
+    """Run one recorded operator, and leave the results in the values that can still be reached.
+
+    Args:
+        node: the call.
+        wanted: one of its results, which somebody asked for.
+        flags: the numerics flags that are in force.
+    """
     args = list(node.args)
     kwargs = dict(node.kwargs) if node.kwargs else None
     writes = node.writes
@@ -176,12 +196,30 @@ def _run(node: Node, wanted: Value) -> None:
     copies = _writable(node) if writes is not None else None
     i: Any
     j: Any
+    size: Any
+    stride: Any
     for i, j, value, size, stride, offset, dtype, bits in node.refs:
         if value is None:
             continue
-        base = _held(value) if copies is None or id(value) not in copies else copies[id(value)]
-        tensor = base if size is None else see(base, size, stride, offset, dtype, bits)
-        _place(args, kwargs, i, j, tensor)
+        if copies is None or id(value) not in copies:
+            base = value.held if value.own else _held(value)
+        else:
+            base = copies[id(value)]
+        # As `see`, written out for the common case.
+        if size is None or (
+            (base.shape == size and base.dtype is dtype and base.stride() == stride)
+            and base.storage_offset() == offset
+            and not bits
+        ):
+            tensor = base
+        elif base.dtype is dtype and not bits:
+            tensor = base.as_strided(size, stride, offset)
+        else:
+            tensor = see(base, size, stride, offset, dtype, bits)
+        if j < 0 and type(i) is int:
+            args[i] = tensor
+        else:
+            _place(args, kwargs, i, j, tensor)
     base = tensor = value = copies = None
     if writes is not None:
         for i, j, num_bytes, device in writes:
@@ -190,10 +228,10 @@ def _run(node: Node, wanted: Value) -> None:
                 fresh = torch.empty(num_bytes, dtype=torch.uint8, device=device)
                 _place(args, kwargs, i, j, see(fresh, size, stride, offset, dtype, bits))
         fresh = None
-    if node.state is None and (node.flags is None or node.flags == numerics()):
+    if node.state is None and (node.flags is None or node.flags == flags):
         out = node.func(*args, **kwargs) if kwargs else node.func(*args)
     else:
-        out = _call(node, args, kwargs)
+        out = _call(node, args, kwargs, flags)
     if node.outs is None:
         if type(out) is not Tensor:
             out = next(iter(tensors(out)))
@@ -209,8 +247,8 @@ def _run(node: Node, wanted: Value) -> None:
             made(value, without_bits(results[slot]))
 
 
-def _call(node: Node, args: list[Any], kwargs: dict[str, Any] | None) -> Any:
-    if node.flags is not None and node.flags != (flags := numerics()):
+def _call(node: Node, args: list[Any], kwargs: dict[str, Any] | None, flags: tuple[Any, ...]) -> Any:
+    if node.flags is not None and node.flags != flags:
         restore_numerics(node.flags)
         try:
             return _draw(node, args, kwargs)

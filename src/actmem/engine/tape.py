@@ -42,6 +42,8 @@ from actmem.engine.values import (
     KEPT,
     UNCHECKED,
     Boxed,
+    Flattened,
+    Handle,
     Node,
     Value,
     checksum,
@@ -64,7 +66,7 @@ from actmem.torchcompat import (
     storage_key,
 )
 
-__all__ = ["Flattened", "Handle", "Tape"]
+__all__ = ["Tape"]
 
 _ref = weakref.ref
 _default_dtype = torch.get_default_dtype
@@ -74,31 +76,6 @@ _SAVE, _RECOMPUTE = Decision.SAVE, Decision.RECOMPUTE
 _SAVED, _OFFLOADED = Reason.SAVED, Reason.OFFLOADED
 _EXTERNAL, _GENERATOR = Reason.EXTERNAL, Reason.GENERATOR
 _COLLECTIVE, _OPAQUE, _UNINITIALISED = Reason.COLLECTIVE, Reason.OPAQUE, Reason.UNINITIALISED
-
-
-class Handle:
-    """What autograd holds instead of a saved tensor: a value, and how to view it."""
-
-    __slots__ = ("__weakref__", "bits", "checksum", "dtype", "offset", "size", "stride", "tape", "value")
-
-    def __init__(self, tape: Tape, value: Value, tensor: Tensor, bits: int) -> None:
-        self.tape = tape
-        self.value = value
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
-        self.dtype = tensor.dtype
-        self.bits = bits
-        self.checksum: int | None = None
-
-
-class Flattened:
-    """A saved wrapper subclass (DTensor, nested tensor): its inner tensors packed one by one."""
-
-    __slots__ = ("context", "inner", "kind", "size", "stride")
-
-    def __init__(self, kind: type, inner: dict[str, Any], context: Any, size: Any, stride: Any) -> None:
-        self.kind, self.inner, self.context, self.size, self.stride = kind, inner, context, size, stride
 
 
 class Tape(Holdings, TorchDispatchMode):
@@ -180,7 +157,7 @@ class Tape(Holdings, TorchDispatchMode):
         if operator.view:
             if operator.view is not True:
                 self._bits = True
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         if self.paused:
             if operator.never is _COLLECTIVE:
                 self.communicated = True
@@ -189,9 +166,11 @@ class Tape(Holdings, TorchDispatchMode):
             self._adopt(args)
         if self._recent and not operator.fills_saved:
             self._recent.clear()
-        if not operator.plain:
+        if not operator.plain and not (operator.calm and not operator.draws(args, kwargs or {})):
+            if operator.in_place and not self._numbered and self._known.get(operator) is _RECOMPUTE:
+                return self._record_in_place(operator, args, kwargs)
             return self._record_special(operator, args, kwargs or {})
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        out = operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         decision = self._known.get(operator)
         if decision is None:
             decision = self._verdicts.decide(operator, self.address, self._counts, out)
@@ -225,8 +204,10 @@ class Tape(Holdings, TorchDispatchMode):
             refs: list[tuple[Any, ...]] = []
             plain = list(args)
             debts = None
-            for i, a in enumerate(args):
-                if isinstance(a, Tensor):
+            i = -1
+            for a in args:
+                i += 1
+                if type(a) is Tensor or isinstance(a, Tensor):
                     plain[i] = None
                     try:
                         s, size, version = a.untyped_storage(), a.size(), a._version
@@ -249,7 +230,7 @@ class Tape(Holdings, TorchDispatchMode):
             if kwargs:
                 kwargs = self._refer_kwargs(kwargs, refs)
                 debts = barriers.all_debts(refs)
-            node = Node(func, plain, kwargs, refs)
+            node = Node(operator.again, plain, kwargs, refs)
             if operator.numerics:
                 node.flags = numerics()
             values[key] = value = Value(_ref(storage), node, 0, None)
@@ -257,6 +238,29 @@ class Tape(Holdings, TorchDispatchMode):
                 value.debts = debts
         if self.observation is not None:
             self.observation.made(value, operator, self.address, out)
+        return out
+
+    def _record_in_place(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Record an operator that reads and writes its first argument: `_record_special`, for a recorded version."""
+        written = args[0]
+        old = self._lookup(written) if type(written) is Tensor and not written.is_nested else None
+        if (
+            old is None
+            or old.node is None
+            or old.held is not None
+            or old.written_unseen(written)
+            or _default_dtype() is not self._dtype
+        ):
+            return self._record_special(operator, args, kwargs or {})
+        node = self._node(operator, args, kwargs)
+        node.writes = [(0, -1, -1, written.device)]
+        storage = written.untyped_storage()
+        preserve_elsewhere(written)
+        self._recent.clear()
+        out = operator.call(*args, **kwargs) if kwargs else operator.call(*args)
+        self._values[storage._cdata] = value = Value(_ref(storage), node, -1, None)
+        value.debts = barriers.all_debts(node.refs)
+        node.outs = [(-1, _ref(value))]
         return out
 
     def _in_cut(self, func: Any) -> Reason | None:
@@ -514,7 +518,7 @@ class Tape(Holdings, TorchDispatchMode):
         elif value.version != UNCHECKED and value.held._version != value.version:
             value = self._saved_external(tensor, storage)  # written unseen
         bits = (tensor.is_conj() | tensor.is_neg() << 1) if self._bits else 0
-        handle = Handle(self, value, tensor, bits)
+        handle = Handle(self, value, (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, bits))
         if not value.saved:
             value.saved = True
             self._budget += storage.nbytes()

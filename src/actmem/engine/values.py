@@ -35,7 +35,9 @@ from actmem.torchcompat import FakeTensor, storage_key
 __all__ = [
     "Again",
     "Boxed",
+    "Flattened",
     "Geometry",
+    "Handle",
     "Node",
     "Value",
     "checksum",
@@ -76,21 +78,27 @@ class Boxed:
 class Value:
     """One storage in one version. See NOTE [ Values ].
 
-    The defaults are on the class: a value is made for nearly every operator, and most keep most of them.
+    A value is made for nearly every operator. What most values never have is on the class, and costs them nothing.
     """
 
-    held: Any = None
-    version: int = UNCHECKED
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "debts",
+        "held",
+        "node",
+        "own",
+        "saved",
+        "slot",
+        "storage",
+        "version",
+        "why",
+    )
+
     order: int = -1
     """When it was first held, in the order of all values; -1 if it never was."""
-    own: bool = False
-    """`held` was made by a replay: nobody outside the tape can see it."""
-    debts: tuple[Value, ...] | None = None
-    """Given values that a replay would need and that nobody held when this was recorded."""
     tensor: weakref.ref[torch.Tensor] | None = None
     """For given values: the tensor that the program holds, as long as it lives and was not written."""
-    saved: bool = False
-    """Autograd saved it."""
     reserved: bool = False
     """`tensor` is kept alive until the forward is over."""
     coverage: Coverage | None = None
@@ -108,6 +116,14 @@ class Value:
         self.slot = slot
         """Which output of the node: 0, 1, ... what it returned; -1, -2, ... what it wrote."""
         self.why = why
+        self.held: Any = None
+        self.version = UNCHECKED
+        self.own = False
+        """`held` was made by a replay: nobody outside the tape can see it."""
+        self.debts: tuple[Value, ...] | None = None
+        """Given values that a replay would need and that nobody held when this was recorded."""
+        self.saved = False
+        """Autograd saved it."""
 
     def written_unseen(self, tensor: torch.Tensor) -> bool:
         """Return whether unseen code wrote what a node made: an operator's result is born at version 0."""
@@ -117,15 +133,7 @@ class Value:
 class Node:
     """One recorded operator call: what is needed to run it again."""
 
-    writes: list[tuple[int | str, int, int, torch.device]] | None = None
-    """A tuple for each written argument: (position or name, position in a list or -1, bytes to allocate or -1,
-    device)."""
-    outs: list[tuple[int, weakref.ref[Value]]] | None = None
-    """Slot and value of each output, where there are several. The only arrows that point forwards, hence weak."""
-    state: tuple[torch.Generator, torch.Tensor] | None = None
-    """The generator and its state before the call, for random operators."""
-    flags: tuple[Any, ...] | None = None
-    """The numerics flags that were in force."""
+    __slots__ = ("__weakref__", "args", "flags", "func", "kwargs", "outs", "refs", "state", "writes")
 
     def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any] | None, refs: list[tuple[Any, ...]]) -> None:
         self.func = func
@@ -134,6 +142,15 @@ class Node:
         self.kwargs = kwargs
         self.refs = refs
         """A tuple for each tensor argument: (position or name, position in a list or -1, value, *geometry)."""
+        self.writes: list[tuple[int | str, int, int, torch.device]] | None = None
+        """A tuple for each written argument: (position or name, position in a list or -1, bytes to allocate or -1,
+        device)."""
+        self.outs: list[tuple[int, weakref.ref[Value]]] | None = None
+        """Slot and value of each output, where there are several. The only arrows that point forwards, hence weak."""
+        self.state: tuple[torch.Generator, torch.Tensor] | None = None
+        """The generator and its state before the call, for random operators."""
+        self.flags: tuple[Any, ...] | None = None
+        """The numerics flags that were in force."""
 
     @property
     def parents(self) -> tuple[Any, ...]:
@@ -148,6 +165,27 @@ class Node:
             self.writes.append((i, j, t.untyped_storage().nbytes() if whole else -1, t.device))
             if whole:
                 self.refs = [(*r[:2], None, *r[3:]) if r[0] == i and r[1] == j else r for r in self.refs]
+
+
+class Handle:
+    """What autograd holds instead of a saved tensor: a value, and how to view it."""
+
+    __slots__ = ("__weakref__", "checksum", "tape", "value", "view")
+
+    def __init__(self, tape: Any, value: Value, view: Geometry) -> None:
+        self.tape = tape
+        self.value = value
+        self.view = view
+        self.checksum: int | None = None
+
+
+class Flattened:
+    """A saved wrapper subclass (DTensor, nested tensor): its inner tensors packed one by one."""
+
+    __slots__ = ("context", "inner", "kind", "size", "stride")
+
+    def __init__(self, kind: type, inner: dict[str, Any], context: Any, size: Any, stride: Any) -> None:
+        self.kind, self.inner, self.context, self.size, self.stride = kind, inner, context, size, stride
 
 
 def _count_of_a_local() -> int:

@@ -29,6 +29,7 @@ from actmem.engine import (
     Places,
     Tape,
     asked_by_function,
+    geometry,
     see,
     storage_of,
     tensors,
@@ -421,7 +422,7 @@ class PhantomTape(Tape):
             value = TapeValue(weakref.ref(storage), None, 0, Reason.EXTERNAL)
             self._values[storage._cdata] = value  # pyright: ignore[reportPrivateUsage]
             self._recorded.given(value, tensor, storage.nbytes())
-        handle = _Handle(self, value, tensor, (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0))
+        handle = _Handle(self, value, geometry(tensor))
         index = len(self._recorded.handles)
         handle.phantom = _Phantom(self._recorded, index, self._chronicle)
         handle.phantom.watch(handle)
@@ -453,8 +454,8 @@ class _Handle(Handle):
     """The saved tensor itself, if it stays alive anyway."""
     phantom: _Phantom
 
-    def __init__(self, tape: Tape, value: TapeValue, tensor: Tensor, bits: int) -> None:
-        super().__init__(tape, value, tensor, bits)
+    def __init__(self, tape: Tape, value: TapeValue, view: Any) -> None:
+        super().__init__(tape, value, view)
         self.copy = self.leaf = None
 
 
@@ -467,6 +468,7 @@ def _unpack(handle: Any) -> Tensor:
     phantom = handle.phantom
     phantom.chronicle.note(Unpacked(phantom.layer, phantom.index, phantom.chronicle.live_bytes))
     copy = handle.copy
+    size, stride, _, dtype, bits = handle.view
     if handle.leaf is not None:
         if isinstance(handle.leaf, torch.nn.Parameter) or not asked_by_function():
             phantom.give(None)
@@ -476,9 +478,9 @@ def _unpack(handle: Any) -> Tensor:
         if copy is not None:
             tensor = _laid_alike(copy)
         else:
-            tensor = torch.empty_strided(handle.size, handle.stride, dtype=handle.dtype, device=handle.tape.device)
-        if handle.bits:
-            tensor = see(tensor, handle.size, handle.stride, tensor.storage_offset(), handle.dtype, handle.bits)
+            tensor = torch.empty_strided(size, stride, dtype=dtype, device=handle.tape.device)
+        if bits:
+            tensor = see(tensor, size, stride, tensor.storage_offset(), dtype, bits)
     phantom.chronicle.ledger.give(tensor.untyped_storage())
     phantom.give(tensor.untyped_storage())
     return tensor
