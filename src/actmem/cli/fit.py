@@ -136,8 +136,8 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
         else:
             stages = profiled_stages(asked, loaded, layout, device)
     with screen.progress("searching for the best plan"):
-        plans, shown_stages = fitted_stages(stages, allowed, device, asked.offload, asked.allocator)
-        slowest = max(shown_stages, key=lambda stage: (stage.step_time_ratio, stage.peak_bytes)).pp
+        plans, shown_stages = fitted_stages(stages, asked, allowed, device)
+        slowest = max(shown_stages, key=lambda stage: (stage.busy, stage.peak_bytes)).pp if shown_stages else 0
         profile, plan = stages[slowest].profile, plans[slowest]
         parts, _ = parts_of(profile, plan)
     curve = None

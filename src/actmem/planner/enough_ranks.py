@@ -8,7 +8,7 @@ from actmem.decisions import Decision
 from actmem.devices import Device
 from actmem.profiles import Profile
 from actmem.profiling import sharded
-from actmem.simulation import outside_torch, simulate
+from actmem.simulation import groups_of, outside_torch, simulate
 from actmem.units import size
 
 __all__ = ["enough_ranks"]
@@ -41,7 +41,7 @@ def enough_ranks(
         return simulate(sharded(p, num_ranks), keeps, exact=exact).peak_bytes
 
     def fits(num_ranks: int) -> bool:
-        more = outside_torch(known, num_ranks) - outside_torch(known, p.shard)
+        more = outside_torch(known, [num_ranks]) - outside_torch(known, groups_of(p))
         return peak(num_ranks) <= budget_bytes - (more if known.has_caching_allocator else 0)
 
     def told(num_ranks: int) -> str:
