@@ -244,6 +244,8 @@ class Ranks(Loading):
     """Number of layouts to build and profile for each number of cards."""
     most: int = 4096
     """Largest number of cards to try."""
+    report: _File = None
+    """Write the stages of the fastest layout, side by side, to this .html file; it needs no network."""
 
 
 @dataclass(frozen=True)

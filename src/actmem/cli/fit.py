@@ -16,6 +16,7 @@ from actmem.cli.screen import Screen, flops_text, ratio_text, seconds_text, tabl
 from actmem.cli.shared import (
     ModelShown,
     Part,
+    check_file,
     check_planning,
     described,
     document_of,
@@ -215,16 +216,7 @@ def _check_files(asked: Fit, mistakes: Mistakes) -> None:
         path: Path | None = getattr(asked, option)
         if path is not None:
             with mistakes.noted():
-                _check_file(option, path, suffixes, taken)
-
-
-def _check_file(option: str, path: Path, suffixes: Sequence[str], taken: dict[Path, str]) -> None:
-    if path.suffix not in suffixes:
-        raise ModeError(f"--{option} {path} must end in {' or '.join(suffixes)}, which selects the format.")
-    if not path.resolve().parent.is_dir():
-        raise ModeError(f"--{option} {path} is in a folder that does not exist. Run: mkdir -p {path.parent}")
-    if (other := taken.setdefault(path.resolve(), option)) != option:
-        raise ModeError(f"--{option} {path} is also the file of --{other}. Choose another name for one of them.")
+                check_file(option, path, suffixes, taken)
 
 
 def _compared(

@@ -28,6 +28,7 @@ from actmem.units import parse_budget, size
 __all__ = [
     "ModelShown",
     "Part",
+    "check_file",
     "check_planning",
     "chosen_device",
     "described",
@@ -104,6 +105,16 @@ def check_planning(asked: Planning, mistakes: Mistakes) -> Device | None:
                 raise ModeError(f"--{name} {number} is not permitted. Expected a whole number of at least 1.")
     check_model(asked, mistakes)
     return chosen
+
+
+def check_file(option: str, path: Path, suffixes: Sequence[str], taken: dict[Path, str]) -> None:
+    """Refuse an output file that could not be written, or that another option writes."""
+    if path.suffix not in suffixes:
+        raise ModeError(f"--{option} {path} must end in {' or '.join(suffixes)}, which selects the format.")
+    if not path.resolve().parent.is_dir():
+        raise ModeError(f"--{option} {path} is in a folder that does not exist. Run: mkdir -p {path.parent}")
+    if (other := taken.setdefault(path.resolve(), option)) != option:
+        raise ModeError(f"--{option} {path} is also the file of --{other}. Choose another name for one of them.")
 
 
 def measured(chosen: Device | None, model: nn.Module) -> Device:
