@@ -7,6 +7,7 @@ decisions, plans or tapes, and `import actmem` does not import it.
 - `layers.py`, `attention.py` and `moe.py` hold the parts of a layer.
 - `decoder.py` and `vit.py` assemble them.
 - `builder.py` builds models and examples.
+- `adapters.py` and `quantised.py` make a model one that is fine-tuned: adapters, and frozen weights in 4 or 8 bits.
 
 >>> from actmem.catalogue import build, example, tiny
 >>> config = tiny("gpt-oss-20b")
@@ -14,16 +15,21 @@ decisions, plans or tapes, and `import actmem` does not import it.
 >>> model(**example(config, sequence=16, device="cpu")).loss.backward()
 """
 
+from actmem.catalogue.adapters import AdaptedLinear, adapt
 from actmem.catalogue.builder import build, example, names
 from actmem.catalogue.decoder import CausalLM, Output, next_token_loss
 from actmem.catalogue.model_configs import Config, DecoderConfig, VisionConfig, find, tiny
+from actmem.catalogue.quantised import Quantisation
 
 __all__ = [
+    "AdaptedLinear",
     "CausalLM",
     "Config",
     "DecoderConfig",
     "Output",
+    "Quantisation",
     "VisionConfig",
+    "adapt",
     "build",
     "example",
     "find",
