@@ -16,16 +16,24 @@ decisions, plans or tapes, and `import actmem` does not import it.
 """
 
 from actmem.catalogue.adapters import AdaptedLinear, adapt
+from actmem.catalogue.attention import Attention, LatentAttention
 from actmem.catalogue.builder import build, example, names
-from actmem.catalogue.decoder import CausalLM, Output, next_token_loss
+from actmem.catalogue.decoder import IGNORED, CausalLM, Decoder, Output, following_tokens, next_token_loss
 from actmem.catalogue.model_configs import Config, DecoderConfig, VisionConfig, find, tiny
+from actmem.catalogue.moe import Experts, MoE
 from actmem.catalogue.quantised import Quantisation
 
 __all__ = [
+    "IGNORED",
     "AdaptedLinear",
+    "Attention",
     "CausalLM",
     "Config",
+    "Decoder",
     "DecoderConfig",
+    "Experts",
+    "LatentAttention",
+    "MoE",
     "Output",
     "Quantisation",
     "VisionConfig",
@@ -33,6 +41,7 @@ __all__ = [
     "build",
     "example",
     "find",
+    "following_tokens",
     "names",
     "next_token_loss",
     "tiny",

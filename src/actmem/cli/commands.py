@@ -38,6 +38,8 @@ _Mode = Annotated[str | None, arg(metavar="MODE", help_behavior_hint="")]
 _File = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")]
 _Dtype = Annotated[Dtype | None, arg(help_behavior_hint="")]
 _Settings = Annotated[str, arg(metavar="SETTINGS", help_behavior_hint="")]
+_Quant = Annotated[Literal["nf4", "int8"] | None, arg(help_behavior_hint="")]
+_Pieces = Annotated[str | None, arg(metavar="NAME=N,...", help_behavior_hint="")]
 _Flag = Annotated[bool, arg(help_behavior_hint="")]
 
 
@@ -57,7 +59,7 @@ class Loading(Common):
     """Options that name a model and the size of its batch."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """Built-in name (llama-3.1-8b), tiny:NAME, a transformers config.json, or package.module:function."""
+    """Built-in name, tiny:NAME, a transformers config.json, a Hub name in the local cache, or package.module:function."""
     _: KW_ONLY
     sequence: _Number = None
     """Tokens per sequence. Default: 8192, or the model's maximum if that is shorter; 64 for tiny: models."""
@@ -67,6 +69,10 @@ class Loading(Common):
     """Parameter dtype. Default: as published; float32 for tiny: models; unchanged for a function's model."""
     blocks: _Text = None
     """Path of the blocks, such as model.layers. Default: found automatically."""
+    lora: _Number = None
+    """Rank of adapters on every linear layer but heads and routers; all else is frozen. Default: train everything."""
+    quant: _Quant = None
+    """Bits of the frozen weights under the adapters, made wide for each product. Default: as they are."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,10 @@ class Planning(Loading):
     """On a card, what PYTORCH_CUDA_ALLOC_CONF will be, such as expandable_segments:True. Default: torch's defaults."""
     fake: _Flag = True
     """Run and time one real step, not a fake one. For models whose control flow depends on tensor values."""
+    chunked_loss: _Flag = False
+    """Compute logits and loss in chunks of tokens. Sums over tokens are then added in another order."""
+    split: _Pieces = None
+    """What to compute in pieces of tokens, and in how many: loss=16,mlp=8. Sums are then added in another order."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +122,11 @@ class Spread:
     sequence_parallel: _Flag = False
     """Divide the sequence over the same ranks between the matrices."""
     cp: int = 1
-    """Ranks over which context parallel divides the sequence. Not built yet: refused."""
+    """Ranks over which context parallel divides the sequence: keys and values travel around a ring."""
     ep: int = 1
-    """Ranks, among those of --dp-shard, over which expert parallel divides the experts. Not built yet: refused."""
+    """Ranks, among those of --dp-shard and --cp, over which expert parallel divides the experts."""
+    routing: str = "balanced"
+    """What to assume of routers: balanced, worst, a quantile such as 0.99, or a .json file of counts by expert."""
     pp: int = 1
     """Ranks over which a pipeline divides the layers. --microbatches then defaults to one for each stage."""
     schedule: _Text = None

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import actmem
 from actmem.cli.commands import Fit
 from actmem.cli.failures import Mistakes, shown_message
+from actmem.cli.fine_tuning import asked_split
 from actmem.cli.loaded_model import load
 from actmem.cli.schema import Document, project
 from actmem.cli.screen import Screen, flops_text, ratio_text, seconds_text, table
@@ -33,6 +34,7 @@ from actmem.plan import Plan
 from actmem.planner import NAMED, Allowance, Frontier, allowance
 from actmem.planner import frontier as planner_frontier
 from actmem.profiles import Profile
+from actmem.settings import Split
 from actmem.simulation import NAMES, cost_seconds, is_measured, on_card, step_seconds
 from actmem.units import size
 
@@ -136,6 +138,7 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
             stages = profiled_stages(asked, loaded, layout, device)
     with screen.progress("searching for the best plan"):
         plans, shown_stages = fitted_stages(stages, allowed, device, asked.offload, asked.allocator)
+        plans = [replace(plan, split=asked_split(asked)) for plan in plans]
         slowest = max(shown_stages, key=lambda stage: (stage.step_time_ratio, stage.peak_bytes)).pp
         profile, plan = stages[slowest].profile, plans[slowest]
         parts, _ = parts_of(profile, plan)
@@ -300,6 +303,9 @@ def show(shown: FitShown, screen: Screen) -> None:
         numbered = [replace(x, name=f"{n} of {len(shown.frontier)}") for n, x in enumerate(shown.frontier, 1)]
         without = ", without offloading" if "offload" in shown.plan else ""
         out.print(_points(f"memory against time: the best plans{without}", "plan", numbered))
+    if "split" in shown.plan:
+        pieces = Split(**shown.plan["split"])
+        screen.paragraph(f"in pieces of tokens: {pieces!r}; sums over tokens are added in another order")
     rules: Sequence[object] = shown.plan["rules"]
     saved = shown.written.get("plan")
     use = f'actmem.FromPlan("{saved}")' if saved else "plan"

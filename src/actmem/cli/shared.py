@@ -14,6 +14,7 @@ from torch import nn
 from actmem.allocator import AllocatorSettings
 from actmem.cli.commands import Planning
 from actmem.cli.failures import Mistakes
+from actmem.cli.fine_tuning import asked_split
 from actmem.cli.loaded_model import Loaded, check_model
 from actmem.cli.schema import Document
 from actmem.devices import THIS_MACHINE, Device, device, known_devices
@@ -98,6 +99,8 @@ def check_planning(asked: Planning, mistakes: Mistakes) -> Device | None:
         with mistakes.noted():
             if number < 1:
                 raise ModeError(f"--{name} {number} is not permitted. Expected a whole number of at least 1.")
+    with mistakes.noted():
+        asked_split(asked)
     check_model(asked, mistakes)
     return chosen
 
@@ -132,6 +135,7 @@ def options_of(asked: Planning) -> dict[str, Any]:
         "microbatches": asked.microbatches,
         "shard": asked.shard,
         "fake": asked.fake,
+        "split": asked_split(asked),
     }
 
 
@@ -217,6 +221,9 @@ def _pairs(table: dict[str, Any]) -> list[str]:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(k)} = {_value(v)}" for k, v in cast(dict[str, Any], value).items())
+        return f"{{ {', '.join(pairs)} }}" if value else "{}"
     if isinstance(value, list):
         return "\n".join(["[", *(f"  {_value(entry)}," for entry in cast(list[Any], value)), "]"])
     return json.dumps(value, ensure_ascii=False)  # strings, numbers and booleans are written alike in JSON and TOML
