@@ -26,6 +26,7 @@ DOCUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
         0,
         ("largest", "mine:make", "--vary", "batch", "--budget", "1MiB", "--device", "flat", "--most", "2"),
     ),
+    "frontier": (0, ("frontier", "mine:make", "--device", "flat", "--points", "2")),
     "doctor": (0, ("doctor", "--model", TINY)),
     "explain": (0, ("explain", "log.txt")),
     "snapshot": (0, ("snapshot", "recorded.pickle")),

@@ -260,3 +260,29 @@ def test_no_tokens_are_no_chunks() -> None:
     head = nn.Linear(WIDTH, CLASSES)
     SplitHead(head, "head", 4)
     assert head(torch.randn(0, WIDTH)).shape == (0, CLASSES)
+
+
+class Named(nn.Linear):
+    """Computes what its base does."""
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Named, Doubled])
+@pytest.mark.parametrize("use", [each_token, z_loss, soft_capped_and_smoothed], ids=lambda f: f.__name__)
+def test_a_frozen_head_passes_gradients_on(use: Use, kind: type[nn.Linear]) -> None:
+    def step(split: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        head = kind(WIDTH, CLASSES).double().requires_grad_(False)
+        hidden = torch.randn(4, 16, WIDTH, dtype=torch.float64, requires_grad=True)
+        stand_in = SplitHead(head, "head", 16) if split else None
+        out = use(head(hidden), torch.arange(64).view(4, 16))
+        out.sum().backward()
+        assert stand_in is None or (stand_in.deferral.in_chunks and not stand_in.deferral.made_real)
+        return [out.detach(), hidden.grad]
+
+    for x, y in zip(step(False), step(True), strict=True):
+        torch.testing.assert_close(y, x, rtol=1e-9, atol=1e-12)

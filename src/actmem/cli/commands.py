@@ -19,6 +19,7 @@ __all__ = [
     "Explain",
     "Export",
     "Fit",
+    "Frontier",
     "Largest",
     "Loading",
     "Measure",
@@ -26,6 +27,7 @@ __all__ = [
     "Schema",
     "Show",
     "Spread",
+    "Stepping",
     "Verify",
 ]
 
@@ -59,7 +61,7 @@ class Loading(Common):
     """Options that name a model and the size of its batch."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """Built-in name, tiny:NAME, a transformers config.json, a Hub name in the local cache, or package.module:function."""
+    """Built-in name, tiny:NAME, a transformers config.json, a cached Hub name, or package.module:function."""
     _: KW_ONLY
     sequence: _Number = None
     """Tokens per sequence. Default: 8192, or the model's maximum if that is shorter; 64 for tiny: models."""
@@ -76,12 +78,10 @@ class Loading(Common):
 
 
 @dataclass(frozen=True)
-class Planning(Loading):
-    """Options of the commands that plan for a budget."""
+class Stepping(Loading):
+    """Options that say what a training step does, and where."""
 
     _: KW_ONLY
-    budget: Annotated[str, arg(metavar="AMOUNT")]
-    """Memory for every live tensor of a step, such as 72GiB, or 0.9 for a fraction of the device's memory."""
     device: _Text = None
     """A name from `actmem devices`, such as h100-80gb, or `this` for this machine. Default: its accelerator, if any."""
     offload: Annotated[Literal["host", "disk"] | None, arg(help_behavior_hint="")] = None
@@ -94,16 +94,25 @@ class Planning(Loading):
     """Number of batches over which gradients are accumulated."""
     shard: int = 1
     """Ranks over which FSDP2 divides parameters, gradients and optimizer state."""
-    headroom: _Part = None
-    """Fraction of the budget to leave free. Default: 0."""
-    allocator: _Settings = ""
-    """On a card, what PYTORCH_CUDA_ALLOC_CONF will be, such as expandable_segments:True. Default: torch's defaults."""
     fake: _Flag = True
     """Run and time one real step, not a fake one. For models whose control flow depends on tensor values."""
     chunked_loss: _Flag = False
     """Compute logits and loss in chunks of tokens. Sums over tokens are then added in another order."""
     split: _Pieces = None
     """What to compute in pieces of tokens, and in how many: loss=16,mlp=8. Sums are then added in another order."""
+
+
+@dataclass(frozen=True)
+class Planning(Stepping):
+    """Options of the commands that plan for a budget."""
+
+    _: KW_ONLY
+    budget: Annotated[str, arg(metavar="AMOUNT")]
+    """Memory for every live tensor of a step, such as 72GiB, or 0.9 for a fraction of the device's memory."""
+    headroom: _Part = None
+    """Fraction of the budget to leave free. Default: 0."""
+    allocator: _Settings = ""
+    """On a card, what PYTORCH_CUDA_ALLOC_CONF will be, such as expandable_segments:True. Default: torch's defaults."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +242,15 @@ class Largest(Planning):
 
 
 @dataclass(frozen=True)
+class Frontier(Stepping):
+    """Show memory against time: the best plans at many budgets, also with offloading and pieces of tokens, if asked."""
+
+    _: KW_ONLY
+    points: int = 8
+    """Number of plans on each curve."""
+
+
+@dataclass(frozen=True)
 class Doctor(Common):
     """Check a model and its training settings for mistakes that cost memory or change results."""
 
@@ -324,7 +342,20 @@ class Schema(Common):
 
 
 Command = (
-    Fit | Show | Measure | Verify | Largest | Export | Doctor | Explain | Snapshot | Record | Devices | Demo | Schema
+    Fit
+    | Show
+    | Measure
+    | Verify
+    | Largest
+    | Frontier
+    | Export
+    | Doctor
+    | Explain
+    | Snapshot
+    | Record
+    | Devices
+    | Demo
+    | Schema
 )
 
 COMMANDS: dict[str, type[Command]] = {
@@ -333,6 +364,7 @@ COMMANDS: dict[str, type[Command]] = {
     "measure": Measure,
     "verify": Verify,
     "largest": Largest,
+    "frontier": Frontier,
     "export": Export,
     "doctor": Doctor,
     "explain": Explain,

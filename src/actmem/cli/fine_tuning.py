@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from actmem.catalogue import adapt
-from actmem.cli.commands import Loading, Planning
+from actmem.cli.commands import Loading, Stepping
 from actmem.errors import ModeError
 from actmem.settings import Split
 
@@ -32,12 +32,12 @@ def adapted(model: nn.Module, asked: Loading) -> nn.Module:
     return model if asked.lora is None else adapt(model, asked.lora, quantisation=asked.quant)
 
 
-def asked_split(asked: Planning) -> Split | None:
+def asked_split(asked: Stepping) -> Split | None:
     """Return what is to be computed in pieces of tokens; None if nothing is.
 
-    >>> asked_split(Planning("llama-3.1-8b", budget="72GiB", split="loss=16,mlp=8"))
+    >>> asked_split(Stepping("llama-3.1-8b", split="loss=16,mlp=8"))
     Split(loss=16, parts={'mlp': 8})
-    >>> asked_split(Planning("llama-3.1-8b", budget="72GiB", chunked_loss=True))
+    >>> asked_split(Stepping("llama-3.1-8b", chunked_loss=True))
     Split(loss='auto')
 
     Raises:

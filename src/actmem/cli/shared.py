@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from actmem.allocator import AllocatorSettings
-from actmem.cli.commands import Planning
+from actmem.cli.commands import Planning, Stepping
 from actmem.cli.failures import Mistakes
 from actmem.cli.fine_tuning import asked_split
 from actmem.cli.loaded_model import Loaded, check_model
@@ -29,6 +29,7 @@ __all__ = [
     "ModelShown",
     "Part",
     "check_planning",
+    "check_stepping",
     "chosen_device",
     "described",
     "document_of",
@@ -83,9 +84,7 @@ def check_planning(asked: Planning, mistakes: Mistakes) -> Device | None:
     """
     from actmem.planner import check_allocator  # its solver takes a while to import
 
-    chosen = None
-    with mistakes.noted():
-        chosen = chosen_device(asked.device)
+    chosen = check_stepping(asked, mistakes)
     with mistakes.noted():
         parse_budget(asked.budget, device_bytes=chosen.memory_bytes if chosen else 2**40)
     with mistakes.noted():
@@ -95,6 +94,14 @@ def check_planning(asked: Planning, mistakes: Mistakes) -> Device | None:
         settings = AllocatorSettings.parse(asked.allocator)
         if chosen is not None:
             check_allocator(settings, chosen)
+    return chosen
+
+
+def check_stepping(asked: Stepping, mistakes: Mistakes) -> Device | None:
+    """Record mistakes in the model and in what its step does. Returns the chosen device."""
+    chosen = None
+    with mistakes.noted():
+        chosen = chosen_device(asked.device)
     for name, number in (("microbatches", asked.microbatches), ("shard", asked.shard)):
         with mistakes.noted():
             if number < 1:
@@ -126,7 +133,7 @@ def document_of(plan: Plan) -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(plan.to_json()))
 
 
-def options_of(asked: Planning) -> dict[str, Any]:
+def options_of(asked: Stepping) -> dict[str, Any]:
     """Translate command-line options to arguments of `actmem.profile`."""
     return {
         "blocks": asked.blocks,

@@ -131,8 +131,8 @@ def check_spread(asked: Fit, mistakes: Mistakes) -> Layout | None:
         with mistakes.noted():
             if getattr(asked, name) not in (None, False):
                 raise ModeError(
-                    f"--{name.replace('_', '-')} cannot be combined with a layout ({layout!r}) yet: adapters and pieces "
-                    "are not built for several ranks. Omit it, or write --shard N, which divides by FSDP2 alone."
+                    f"--{name.replace('_', '-')} cannot be combined with a layout ({layout!r}) yet: adapters and "
+                    "pieces are not built for several ranks. Omit it, or write --shard N, which divides by FSDP2 alone."
                 )
     return layout
 

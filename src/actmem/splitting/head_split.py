@@ -108,7 +108,7 @@ def _cast(hidden: Tensor, head: Head) -> tuple[Tensor, Head]:
 
 
 def _head(module: nn.Module) -> Head:
-    if type(module) is nn.Linear:
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         weights: list[Tensor | None] = [module.weight, module.bias]
         return Head(module, tuple(w for w in weights if w is not None), is_linear=True)
     return Head(module, tuple(p for p in module.parameters() if p.requires_grad), is_linear=False)

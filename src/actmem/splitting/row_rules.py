@@ -292,8 +292,9 @@ def _loss(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _torch_can(x: DeferredLogits) -> bool:
     """Whether torch's own chunked loss does the job: for a plain linear layer, in full precision."""
-    wide = x.dtype in (torch.float32, torch.float64) and x.head.weights[0].dtype == x.hidden.dtype == x.dtype
-    return x.node is LOGITS and x.head.is_linear and wide
+    if x.node is not LOGITS or not x.head.is_linear:
+        return False
+    return x.dtype in (torch.float32, torch.float64) and x.head.weights[0].dtype == x.hidden.dtype == x.dtype
 
 
 def _by_torch(x: DeferredLogits, target: Tensor, weight: Tensor | None, reduction: str, ignored: int) -> Tensor:
