@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import actmem
 from actmem.catalogue import AdaptedLinear, adapt, build, example, tiny
-from actmem.catalogue.quantised import QuantisedLinear
+from actmem.catalogue.narrow_weights import QuantisedLinear
 from tests.cli.conftest import Run
 
 TINY = "tiny:llama-3.1-8b"
@@ -71,7 +71,7 @@ def test_a_hub_name_is_looked_up_in_the_local_cache_only(run: Run, tmp_path: Pat
     assert asked.code == 2
     said = " ".join(asked.err.split())
     assert "'someone/small-llama' is not in the local cache of the Hugging Face Hub, and nothing is downloaded" in said
-    assert "llama-3.1-8b" in said and "hf download someone/small-llama config.json" in said
+    assert "llama-3.1-8b" in said and "Run: hf download someone/small-llama config.json" in said
     folder = tmp_path / "models--someone--small-llama"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("abc")

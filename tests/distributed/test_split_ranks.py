@@ -35,6 +35,14 @@ def ids(rank: int) -> Tensor:
 
 
 def sharded_by_fsdp2(rank: int) -> None:
+    _sharded(rank, outside=False)
+
+
+def sharded_by_fsdp2_with_a_loss_of_ones_own(rank: int) -> None:
+    _sharded(rank, outside=True)
+
+
+def _sharded(rank: int, *, outside: bool) -> None:
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
 
     def trained(split: actmem.Split | None) -> tuple[Tensor, dict[str, Tensor | None], Any]:
@@ -43,7 +51,11 @@ def sharded_by_fsdp2(rank: int) -> None:
         for layer in built.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(built, mesh=mesh)
-        loss = built(input_ids=ids(rank), labels=ids(rank)).loss
+        if outside:
+            logits = built(input_ids=ids(rank)).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), ids(rank).flatten())
+        else:
+            loss = built(input_ids=ids(rank), labels=ids(rank)).loss
         loss.backward()
         return loss.detach(), gradients(built), applied.report().notes
 
@@ -51,6 +63,7 @@ def sharded_by_fsdp2(rank: int) -> None:
     loss, found, notes = trained(SPLIT)
     assert "lm_head: logits in 8 chunks of tokens, for cross_entropy." in notes, notes
     assert "model.layers.0.mlp and 1 more: forward and backward in 4 pieces of tokens." in notes, notes
+    assert not any("whole tensor" in note for note in notes), notes
     torch.testing.assert_close(loss, plain_loss, rtol=1e-6, atol=0)
     for name, gradient in plain.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-8)
@@ -94,7 +107,12 @@ def mlps_divided_over_ranks_run_as_a_whole_with_a_note(rank: int) -> None:
         assert torch.equal(found[name], gradient), name  # pyright: ignore[reportArgumentType]
 
 
-CASES = (sharded_by_fsdp2, divided_by_vocabulary, mlps_divided_over_ranks_run_as_a_whole_with_a_note)
+CASES = (
+    sharded_by_fsdp2,
+    sharded_by_fsdp2_with_a_loss_of_ones_own,
+    divided_by_vocabulary,
+    mlps_divided_over_ranks_run_as_a_whole_with_a_note,
+)
 
 
 def test_two_ranks_split_alike(tmp_path: Path) -> None:

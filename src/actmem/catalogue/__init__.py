@@ -7,7 +7,7 @@ decisions, plans or tapes, and `import actmem` does not import it.
 - `layers.py`, `attention.py` and `moe.py` hold the parts of a layer.
 - `decoder.py` and `vit.py` assemble them.
 - `builder.py` builds models and examples.
-- `adapters.py` and `quantised.py` make a model one that is fine-tuned: adapters, and frozen weights in 4 or 8 bits.
+- `adapters.py` and `narrow_weights.py` prepare a model for fine-tuning: adapters on frozen weights in 4 or 8 bits.
 
 >>> from actmem.catalogue import build, example, tiny
 >>> config = tiny("gpt-oss-20b")
@@ -21,7 +21,7 @@ from actmem.catalogue.builder import build, example, names
 from actmem.catalogue.decoder import IGNORED, CausalLM, Decoder, Output, following_tokens, next_token_loss
 from actmem.catalogue.model_configs import Config, DecoderConfig, VisionConfig, find, tiny
 from actmem.catalogue.moe import Experts, MoE
-from actmem.catalogue.quantised import Quantisation
+from actmem.catalogue.narrow_weights import Quantisation
 
 __all__ = [
     "IGNORED",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from actmem.catalogue.quantised import Quantisation, QuantisedLinear
+from actmem.catalogue.narrow_weights import Quantisation, QuantisedLinear
 from actmem.errors import ModeError
 
 __all__ = ["AdaptedLinear", "adapt"]
@@ -17,7 +17,7 @@ _APART = ("lm_head", "classifier", "score", "router")
 class AdaptedLinear(nn.Module):
     """A frozen linear layer and a product of two narrow matrices that is added to it, as PEFT computes it.
 
-    The adapter is in float32 beside a layer in half precision, which is PEFT's default.
+    The adapter is in float32 where the layer is in half precision, which is PEFT's default.
     """
 
     def __init__(self, plain: nn.Linear, rank: int, quantisation: Quantisation | None, scaling: float) -> None:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import actmem
 from actmem.cli.commands import Fit
 from actmem.cli.failures import Mistakes, shown_message
-from actmem.cli.fine_tuning import asked_split
 from actmem.cli.loaded_model import load
 from actmem.cli.schema import Document, project
 from actmem.cli.screen import Screen, flops_text, ratio_text, seconds_text, table
@@ -26,6 +25,7 @@ from actmem.cli.shared import (
     save_plan,
 )
 from actmem.cli.spread import StageShown, check_spread, fitted_stages, profiled_stages, show_stages
+from actmem.cli.tuning_options import asked_split
 from actmem.devices import Device
 from actmem.errors import ModeError
 from actmem.layout import Layout

@@ -9,11 +9,11 @@ import actmem
 from actmem import planner
 from actmem.cli.commands import Frontier
 from actmem.cli.failures import Mistakes
-from actmem.cli.fine_tuning import asked_split
 from actmem.cli.loaded_model import load
 from actmem.cli.schema import Document
 from actmem.cli.screen import Screen, flops_text, ratio_text, table
 from actmem.cli.shared import ModelShown, check_stepping, described, measured, options_of
+from actmem.cli.tuning_options import asked_split
 from actmem.devices import Device
 from actmem.errors import ModeError
 from actmem.profiles import Profile

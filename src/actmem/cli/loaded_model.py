@@ -23,7 +23,7 @@ from actmem import catalogue
 from actmem.catalogue import VisionConfig
 from actmem.cli.commands import Loading
 from actmem.cli.failures import Mistakes
-from actmem.cli.fine_tuning import adapted, check_adapters
+from actmem.cli.tuning_options import adapted, check_adapters
 from actmem.errors import ModeError, UnsupportedError
 from actmem.offloading import available_bytes
 from actmem.ops import did_you_mean
@@ -188,7 +188,7 @@ def _cached_config(name: str) -> Path:
     if not isinstance(found, str):
         raise ModeError(
             f"{name!r} is not in the local cache of the Hugging Face Hub, and nothing is downloaded. Expected {forms}. "
-            f"To use this one, run: hf download {name} config.json"
+            f"To use this one, download it. Run: hf download {name} config.json"
         )
     return Path(found)
 

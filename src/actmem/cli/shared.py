@@ -14,9 +14,9 @@ from torch import nn
 from actmem.allocator import AllocatorSettings
 from actmem.cli.commands import Planning, Stepping
 from actmem.cli.failures import Mistakes
-from actmem.cli.fine_tuning import asked_split
 from actmem.cli.loaded_model import Loaded, check_model
 from actmem.cli.schema import Document
+from actmem.cli.tuning_options import asked_split
 from actmem.devices import THIS_MACHINE, Device, device, known_devices
 from actmem.errors import DeviceError, ModeError, PlanError
 from actmem.plan import Plan

@@ -17,6 +17,8 @@ since (`node`).
   sees what it always saw. Who asked for it is counted.
 - Overrides happen at the level of torch functions, above autograd. A call that comes in below has lost the gradient
   already: it is refused.
+- FSDP registers a hook on what a model returns, to gather parameters before the backward pass begins. It goes to what
+  is computed of the logits. Other hooks want the gradient of the logits, and make them real.
 - Weights may change between the head's call and a later use, by an optimizer's step. A tensor would have kept the old
   values; a deferred one is refused then.
 """
@@ -26,6 +28,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -129,6 +132,8 @@ class DeferredLogits(Tensor):
     """The real tensor, once somebody asked for it."""
     parent: DeferredLogits | None
     """What it was derived from."""
+    hooks: OrderedDict[int, Callable[[Tensor], Tensor | None]]
+    """FSDP's, which are to run when the backward pass arrives here: they do not look at the gradient."""
     children: list[weakref.ref[DeferredLogits]]
 
     @staticmethod
@@ -155,7 +160,7 @@ class DeferredLogits(Tensor):
         )
         self.hidden, self.head, self.deferral, self.chunk_rows = hidden, head, deferral, chunk_rows
         self.node, self.operands, self.remake, self.made = node, operands, remake, None
-        self.parent, self.children = None, []
+        self.parent, self.children, self.hooks = None, [], OrderedDict()
         self.versions = _versions(head)
         return self
 
@@ -206,7 +211,18 @@ class DeferredLogits(Tensor):
                 self.made = self.head.logits(self.hidden, self.head.weights)
             else:
                 self.made = self.remake()
+            for hook in self.hooks.values() if self.made.requires_grad else ():
+                self.made.register_hook(hook)  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
         return self.made
+
+    def with_hooks(self, result: Tensor) -> Tensor:
+        """Return what was computed of these logits, with the hooks that wait for the backward pass to arrive."""
+        x: DeferredLogits | None = self
+        while x is not None:
+            for hook in x.hooks.values() if result.requires_grad else ():
+                result.register_hook(hook)  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
+            x = x.parent
+        return result
 
     def check_weights(self) -> None:
         """Refuse if the weights have been written since the head was called.

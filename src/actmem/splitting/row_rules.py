@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from actmem.errors import UnsupportedError
 from actmem.splitting.deferred_logits import (
@@ -46,7 +47,7 @@ def _rule(*funcs: Func) -> Callable[[Rule], Rule]:
     return register
 
 
-_PROPERTIES = "shape dtype device layout ndim requires_grad itemsize nbytes"
+_PROPERTIES = "shape dtype device layout ndim requires_grad itemsize nbytes _base"
 _KINDS = "is_cuda is_cpu is_meta is_sparse is_quantized is_nested"
 _MEASURES = "size dim ndimension numel nelement element_size is_floating_point is_complex __len__"
 METADATA.update(getattr(Tensor, name).__get__ for name in f"{_PROPERTIES} {_KINDS}".split())
@@ -115,6 +116,17 @@ def _view(x: DeferredLogits, hidden: Tensor, func: Func, args: tuple[Any, ...], 
     if x.operands:  # they would have to be viewed alike
         return NotImplemented
     return x.derived(lambda: func(x.whole(name_of(func)), *args, **kwargs), hidden=hidden)
+
+
+@_rule(*_named("register_hook"))
+def _hooked(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del func
+    x, hook = args[0], args[1] if len(args) == 2 else kwargs.get("hook")
+    if not getattr(hook, "__qualname__", "").startswith("FSDPState."):
+        return NotImplemented
+    handle = RemovableHandle(x.hooks)
+    x.hooks[handle.id] = hook
+    return handle
 
 
 # ---------------------------------------------------------------- operators on rows
@@ -225,7 +237,7 @@ def _reduced(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _rows(x.hidden),
         [_rows(o) for o in notes.operands],
     )
-    return found.reshape(*x.hidden.shape[:-1], *found.shape[1:])
+    return x.with_hooks(found.reshape(*x.hidden.shape[:-1], *found.shape[1:]))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -251,6 +263,12 @@ def _loss(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     x.check_weights()
     count(x.deferral.in_chunks, name_of(func))
+    return x.with_hooks(_loss_in_chunks(func, x, target, weight, given))
+
+
+def _loss_in_chunks(
+    func: Func, x: DeferredLogits, target: Tensor, weight: Tensor | None, given: dict[str, Any]
+) -> Tensor:
     ignored, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")
     smoothing = given.get("label_smoothing", 0.0)
     exact = x.deferral.exact

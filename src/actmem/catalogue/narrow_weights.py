@@ -15,7 +15,7 @@ seen by nobody but the allocator.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ def _wide_scales(narrow: Tensor, wide: Tensor, offset: Tensor) -> Tensor:
     return _by_block(narrow.float() / 127.0, wide, SCALES) + offset
 
 
-@_wide_scales.register_fake
+@cast(Any, _wide_scales).register_fake
 def _(narrow: Tensor, wide: Tensor, offset: Tensor) -> Tensor:
     del wide, offset
     return torch.empty_like(narrow, dtype=torch.float32)
@@ -52,7 +52,7 @@ def _wide_nf4(packed: Tensor, scales: Tensor, rows: int, columns: int, dtype: to
     return _by_block(values, scales, BLOCK)[: rows * columns].view(rows, columns).to(dtype)
 
 
-@_wide_nf4.register_fake
+@cast(Any, _wide_nf4).register_fake
 def _(packed: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     del scales
     return packed.new_empty(rows, columns, dtype=dtype)
@@ -88,7 +88,8 @@ class QuantisedLinear(nn.Module):
             packed, narrow, wide, offset = _nf4(weight)
             self.weight, self.scales = _frozen(packed), _frozen(narrow)
             self.wide_scales, self.offset = _frozen(wide), _frozen(offset)
-        self.bias = None if plain.bias is None else _frozen(plain.bias.detach())
+        bias = cast("nn.Parameter | None", plain.bias)
+        self.bias = None if bias is None else _frozen(bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by the weight, made wide."""
