@@ -61,7 +61,7 @@ class FitRecord:
     """The number of ranks that parameters, gradients and optimizer state are sharded over."""
     routing: str = "none"
     """How tokens were assumed to be spread over the experts: "balanced", "worst", "quantile 0.99", "measured", "real";
-    "none" without routing."""
+    "any" if the peak holds for every spread, "none" without routing."""
     experts: str = ""
     """Of a rank that exchanges tokens with others: how many rows it receives, and which rank receives the most."""
     modules: str = ""

@@ -27,6 +27,10 @@ DOCUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("largest", "mine:make", "--vary", "batch", "--budget", "1MiB", "--device", "flat", "--most", "2"),
     ),
     "frontier": (0, ("frontier", "mine:make", "--device", "flat", "--points", "2")),
+    "ranks": (
+        0,
+        ("ranks", TINY, "--tokens-per-step", "64", "--sequence", "32", "--device", "flat", "--budget", "40MiB"),
+    ),
     "doctor": (0, ("doctor", "--model", TINY)),
     "explain": (0, ("explain", "log.txt")),
     "snapshot": (0, ("snapshot", "recorded.pickle")),

@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 
 __all__ = [
     "COMMANDS",
+    "Adapting",
     "Command",
     "Common",
     "Demo",
@@ -24,6 +25,7 @@ __all__ = [
     "Loading",
     "Measure",
     "Planning",
+    "Ranks",
     "Schema",
     "Show",
     "Spread",
@@ -71,6 +73,13 @@ class Loading(Common):
     """Parameter dtype. Default: as published; float32 for tiny: models; unchanged for a function's model."""
     blocks: _Text = None
     """Path of the blocks, such as model.layers. Default: found automatically."""
+
+
+@dataclass(frozen=True)
+class Adapting(Loading):
+    """Options that prepare a model for fine-tuning."""
+
+    _: KW_ONLY
     lora: _Number = None
     """Rank of adapters on every linear layer but heads and routers; all else is frozen. Default: train everything."""
     quant: _Quant = None
@@ -78,7 +87,7 @@ class Loading(Common):
 
 
 @dataclass(frozen=True)
-class Stepping(Loading):
+class Stepping(Adapting):
     """Options that say what a training step does, and where."""
 
     _: KW_ONLY
@@ -162,7 +171,7 @@ class Fit(Spread, Planning):
 
 
 @dataclass(frozen=True)
-class _UnderMode(Loading):
+class _UnderMode(Adapting):
     _: KW_ONLY
     mode: _Mode = None
     """full, full:every=2, selective:attention,matmul, targets:norm,mlp, offload:disk or save-everything."""
@@ -248,6 +257,27 @@ class Frontier(Stepping):
     _: KW_ONLY
     points: int = 8
     """Number of plans on each curve."""
+
+
+@dataclass(frozen=True)
+class Ranks(Loading):
+    """Find how many cards a training job needs, and the best ways to spread it over them. Nothing is trained."""
+
+    _: KW_ONLY
+    tokens_per_step: Annotated[int, arg(metavar="N", help_behavior_hint="")]
+    """Tokens of a step, over all cards and microbatches: a multiple of the tokens of a sequence."""
+    device: Annotated[str, arg(metavar="NAME", help_behavior_hint="")]
+    """A name from `actmem devices`, such as h100-80gb."""
+    budget: Annotated[str, arg(metavar="AMOUNT")] = "0.95"
+    """Memory for each card, such as 72GiB, or a fraction of the device's memory."""
+    cards: _Number = None
+    """Number of cards to find layouts for. Default: the smallest that is enough."""
+    optimizer: Optimizer = "adamw"
+    """Optimizer whose state and step are counted."""
+    layouts: int = 3
+    """Number of layouts to build and profile for each number of cards."""
+    most: int = 4096
+    """Largest number of cards to try."""
 
 
 @dataclass(frozen=True)
@@ -348,6 +378,7 @@ Command = (
     | Verify
     | Largest
     | Frontier
+    | Ranks
     | Export
     | Doctor
     | Explain
@@ -365,6 +396,7 @@ COMMANDS: dict[str, type[Command]] = {
     "verify": Verify,
     "largest": Largest,
     "frontier": Frontier,
+    "ranks": Ranks,
     "export": Export,
     "doctor": Doctor,
     "explain": Explain,

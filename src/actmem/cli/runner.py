@@ -45,6 +45,7 @@ _RUNNERS: dict[str, tuple[str, str, str]] = {
     "verify": ("measure", "run_verify", "show_verify"),
     "largest": ("largest", "run", "show"),
     "frontier": ("frontier", "run", "show"),
+    "ranks": ("card_count", "run", "show"),
     "export": ("export", "run", "show"),
     "doctor": ("doctor", "run", "show"),
     "explain": ("explain", "run", "show"),

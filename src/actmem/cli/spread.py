@@ -16,7 +16,7 @@ from actmem.expert_loads import ExpertCounts, Quantile, Routing, check_routing
 from actmem.layout import Layout
 from actmem.parallelism import StageProfile, profile_stages
 from actmem.plan import Plan
-from actmem.planner import Allowance, fit_profiles
+from actmem.planner import Allowance, fit_stages
 from actmem.simulation import is_accelerator, on_card, predict
 from actmem.units import size
 
@@ -156,22 +156,11 @@ def profiled_stages(asked: Fit, loaded: Loaded, layout: Layout, device: Device) 
 def fitted_stages(
     stages: Sequence[StageProfile], allowed: Allowance, device: Device, offload: str | None, allocator: str
 ) -> tuple[list[Plan], list[StageShown]]:
-    """Find the plan of each stage. A stage in the middle has that of the one before it, which has more in flight.
-
-    The plan of the stage with the most microbatches in flight fits all those after it that have the same blocks, and
-    the slowest of them decides how long a step takes.
-    """
-    plans: list[Plan] = []
+    """Find the plan of each stage, and what it takes."""
+    found = fit_stages(stages, allowed, device, offload=offload, allocator=allocator)
     shown: list[StageShown] = []
-    made: dict[object, int] = {}
-    for stage in stages:
-        key = stage.profile.fingerprint, stage.profile.blocks, stage.pp == 0, stage.pp == len(stages) - 1
-        if key not in made:
-            made[key] = stage.pp
-            plans.append(fit_profiles([stage.profile], allowed, device, offload=offload, allocator=allocator))
-        else:
-            plans.append(plans[made[key]])
-        told = predict(stage.profile, plans[-1], device)
+    for stage, (plan, made_for) in zip(stages, found, strict=True):
+        told = predict(stage.profile, plan, device)
         shown.append(
             StageShown(
                 pp=stage.pp,
@@ -179,10 +168,10 @@ def fitted_stages(
                 num_blocks=len(stage.profile.blocks),
                 peak_bytes=told.live_bytes,
                 step_time_ratio=told.step_time_ratio,
-                plan=made[key],
+                plan=made_for,
             )
         )
-    return plans, shown
+    return [each.plan for each in found], shown
 
 
 def show_stages(stages: Sequence[StageShown], screen: Screen) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from actmem.catalogue import adapt
-from actmem.cli.commands import Loading, Stepping
+from actmem.cli.commands import Adapting, Loading, Stepping
 from actmem.errors import ModeError
 from actmem.settings import Split
 
@@ -18,6 +18,8 @@ def check_adapters(asked: Loading) -> None:
     Raises:
         ModeError: the rank is not permitted, or weights are quantised and nothing would be trained.
     """
+    if not isinstance(asked, Adapting):
+        return
     if asked.lora is not None and asked.lora < 1:
         raise ModeError(f"--lora {asked.lora} is not permitted. Expected the rank of the adapters, such as 16.")
     if asked.quant is not None and asked.lora is None:
@@ -29,7 +31,9 @@ def check_adapters(asked: Loading) -> None:
 
 def adapted(model: nn.Module, asked: Loading) -> nn.Module:
     """Put adapters on a model if the options ask for them."""
-    return model if asked.lora is None else adapt(model, asked.lora, quantisation=asked.quant)
+    if not isinstance(asked, Adapting) or asked.lora is None:
+        return model
+    return adapt(model, asked.lora, quantisation=asked.quant)
 
 
 def asked_split(asked: Stepping) -> Split | None:

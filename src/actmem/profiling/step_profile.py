@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -122,6 +123,7 @@ def profile(
         return profiles(model, [] if example is None else [example], step=step, **options)[0]
 
 
+@uncollected()
 def profiles(
     model: nn.Module,
     examples: Sequence[dict[str, Any] | tuple[Any, ...]],
@@ -180,7 +182,7 @@ def _check(
     check_module(model)
     if not model.training:
         raise ModeError("the model is in eval mode, but a profile needs a training step. Call model.train() first.")
-    if not any(t.requires_grad for t in (*model.parameters(), *tensors(examples))):
+    if not any(t.requires_grad for t in chain(model.parameters(), tensors(examples))):
         raise ModeError(
             f"{type(model).__name__} is frozen: none of its parameters requires a gradient, so no step trains anything "
             "and nothing is held for a backward pass. Unfreeze what should be trained first, such as "
