@@ -55,7 +55,7 @@ class Ranks:
     >>> found = Ranks(8, (RankOption(Layout(dp_shard=8), 2**34, 1.5, 0.1, 1.0),), 2**36, 12, 3, 4, (4,))
     >>> print(found)
     8 cards are enough: Layout(dp_shard=8)
-    16.0 GiB on each, 1.500 s a step
+    16.00 GiB on each, 1.500 s a step
     12 layouts were considered: 3 were ruled out by their parameters, gradients and optimizer state, 4 were profiled
     no layout that was profiled fits 4 cards
     """
