@@ -107,7 +107,7 @@ def _plans(profile: actmem.Profile) -> dict[str, actmem.Plan]:
     named = named_keeps(profile)
     for part in PARTS:
         budget = least + int(part * (most - least))
-        found[f"fitted, {part}"] = fit_profile([profile], budget, here, named=named)
+        found[f"fitted, {part}"] = fit_profile([profile], budget, here, named=lambda _: named)
     return found
 
 

@@ -24,6 +24,7 @@ from benchmarks import (
     offload,
     offload_simulated,
     overhead,
+    pieces,
     plan,
     run,
     start,
@@ -212,6 +213,13 @@ def test_plans_keep_their_budget_to_the_byte_and_replay_less_than_torch(name: st
     assert rows[2]["predicted_time"] == rows[2]["best_mode_time"] == 1 and rows[2]["gap"] == 0
 
 
+def test_the_loss_in_pieces_takes_a_fraction_of_its_bytes() -> None:
+    outcome = pieces.run(num_repetitions=1)
+    assert [*outcome.exact] == [*pieces.SPLITS]
+    assert 0.3 < outcome.exact["plain"]["head_share"] < 0.37
+    assert all(bound.kept for bound in outcome.bounds if bound.exact)
+
+
 def test_eight_plans_are_predicted_and_timed() -> None:
     outcome = times.run(PLANNED, num_repetitions=1, only=("Llama-like, 2 layers",))
     rows = {name: figures for name, figures in outcome.measured.items() if "error" in figures}
@@ -251,10 +259,11 @@ def test_a_large_model_is_planned_between_the_smallest_and_the_plain_peak() -> N
 
 
 def test_a_job_of_more_ranks_is_planned_from_as_much() -> None:
-    many, few = (jobs.planned(jobs.Job("llama-3.1-8b", 2, 2, num, "64GiB", 256, num_layers=2)) for num in (64, 4))
-    assert many["num_plans"] == few["num_plans"] == 2
-    assert many["log_entries"] == few["log_entries"] > 0
-    assert many["step_ratio"] >= 1 and 0 < many["profile_s"] < many["total_s"]
+    outcome = jobs.run([jobs.Job("llama-3.1-8b", 2, 2, num, "64GiB", 256, num_layers=2) for num in (64, 4)])
+    many, few = outcome.exact.values()
+    assert many == few and many["num_plans"] == 2 and many["log_entries"] > 0
+    assert all(figures["step_ratio"] >= 1 for figures in outcome.measured.values())
+    assert all(bound.kept for bound in outcome.bounds if bound.exact)
 
 
 @pytest.mark.slow

@@ -70,3 +70,15 @@ def test_experts_are_spread_and_the_plan_names_the_hottest_rank(run: Run, tmp_pa
     assert "Quantile(99.0) is not permitted" in found.out
     found = run(*asked, "--budget", "8MiB", "--routing", "worst")
     assert "--routing worst needs a layout" in found.out
+
+
+def test_the_page_of_ranks_shows_the_stages_of_the_fastest_layout(run: Run, tmp_path: Path) -> None:
+    asked = ("ranks", "tiny:llama-3.1-8b", "--tokens-per-step", "64", "--sequence", "32", "--device", "flat", "--json")
+    found = run(*asked, "--budget", "40MiB", "--layouts", "1", "--report", str(tmp_path / "job.html"))
+    assert found.code == 0, found.err
+    shown = json.loads(found.out)
+    assert shown["written"] == {"report": str(tmp_path / "job.html")}
+    page = (tmp_path / "job.html").read_text()
+    assert f'data-bytes="{shown["options"][0]["peak_bytes"]}"' in page
+    found = run(*asked, "--report", str(tmp_path / "job.pdf"))
+    assert "must end in .html" in found.out

@@ -26,6 +26,7 @@ DOCUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
         0,
         ("largest", "mine:make", "--vary", "batch", "--budget", "1MiB", "--device", "flat", "--most", "2"),
     ),
+    "frontier": (0, ("frontier", "mine:make", "--device", "flat", "--points", "2")),
     "ranks": (
         0,
         ("ranks", TINY, "--tokens-per-step", "64", "--sequence", "32", "--device", "flat", "--budget", "40MiB"),

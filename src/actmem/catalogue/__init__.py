@@ -7,6 +7,7 @@ decisions, plans or tapes, and `import actmem` does not import it.
 - `layers.py`, `attention.py` and `moe.py` hold the parts of a layer.
 - `decoder.py` and `vit.py` assemble them.
 - `builder.py` builds models and examples.
+- `adapters.py` and `narrow_weights.py` prepare a model for fine-tuning: adapters on frozen weights in 4 or 8 bits.
 
 >>> from actmem.catalogue import build, example, tiny
 >>> config = tiny("gpt-oss-20b")
@@ -14,14 +15,17 @@ decisions, plans or tapes, and `import actmem` does not import it.
 >>> model(**example(config, sequence=16, device="cpu")).loss.backward()
 """
 
+from actmem.catalogue.adapters import AdaptedLinear, adapt
 from actmem.catalogue.attention import Attention, LatentAttention
 from actmem.catalogue.builder import build, example, names
 from actmem.catalogue.decoder import IGNORED, CausalLM, Decoder, Output, following_tokens, next_token_loss
 from actmem.catalogue.model_configs import Config, DecoderConfig, VisionConfig, find, tiny
 from actmem.catalogue.moe import Experts, MoE
+from actmem.catalogue.narrow_weights import Quantisation
 
 __all__ = [
     "IGNORED",
+    "AdaptedLinear",
     "Attention",
     "CausalLM",
     "Config",
@@ -31,7 +35,9 @@ __all__ = [
     "LatentAttention",
     "MoE",
     "Output",
+    "Quantisation",
     "VisionConfig",
+    "adapt",
     "build",
     "example",
     "find",

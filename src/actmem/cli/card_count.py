@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, cast
+
+from torch import nn
 
 import actmem
 from actmem.cli.commands import Ranks
@@ -11,11 +14,13 @@ from actmem.cli.failures import Mistakes
 from actmem.cli.loaded_model import check_model, load
 from actmem.cli.schema import Document, project
 from actmem.cli.screen import Screen, ratio_text, seconds_text, table
-from actmem.cli.shared import ModelShown, chosen_device, described, measured
+from actmem.cli.shared import ModelShown, check_file, chosen_device, described, measured
 from actmem.devices import Device
 from actmem.errors import ModeError
 from actmem.layout import Layout
+from actmem.planner import allowance, fit_stages, planned_stages
 from actmem.profiling import shapes_of
+from actmem.reporting import check_installed, write_job_page
 from actmem.structure import find_blocks
 from actmem.units import parse_budget, size
 
@@ -60,6 +65,8 @@ class RanksShown(Document):
     num_profiled: int
     refused: tuple[int, ...]
     """Smaller numbers of cards for which layouts were profiled, and none fits."""
+    written: dict[str, str]
+    """The files that were written: report."""
 
 
 def run(asked: Ranks, screen: Screen) -> tuple[RanksShown, int]:
@@ -71,6 +78,10 @@ def run(asked: Ranks, screen: Screen) -> tuple[RanksShown, int]:
     with mistakes.noted():
         parse_budget(asked.budget, device_bytes=chosen.memory_bytes if chosen else 2**40)
     check_model(asked, mistakes)
+    if asked.report is not None:
+        check_installed()
+        with mistakes.noted():
+            check_file("report", asked.report, (".html",), {})
     mistakes.raise_all()
     with screen.progress("building the model"):
         loaded = load(asked)
@@ -104,6 +115,11 @@ def run(asked: Ranks, screen: Screen) -> tuple[RanksShown, int]:
         project(OptionShown, o, tokens_per_second=asked.tokens_per_step / o.step_seconds / found.num_cards)
         for o in found.options
     )
+    written: dict[str, str] = {}
+    if asked.report is not None:
+        with screen.progress("writing the page"):
+            _write_page(asked.report, asked, loaded.model, example, found, device)
+        written["report"] = str(asked.report)
     shown = project(
         RanksShown,
         found,
@@ -111,8 +127,21 @@ def run(asked: Ranks, screen: Screen) -> tuple[RanksShown, int]:
         device=device,
         tokens_per_step=asked.tokens_per_step,
         options=options,
+        written=written,
     )
     return shown, 0
+
+
+def _write_page(
+    path: Path, asked: Ranks, model: nn.Module, example: dict[str, Any], found: actmem.Ranks, device: Device
+) -> None:
+    """Write the stages of the fastest layout."""
+    layout = found.options[0].layout
+    stages = planned_stages(
+        model, example, layout, device, optimizer=None if asked.optimizer == "none" else asked.optimizer
+    )
+    plans = [p.plan for p in fit_stages(stages, allowance(found.budget_bytes, device), device)]
+    write_job_page(path, asked.model, layout, stages, plans, device, found.budget_bytes)
 
 
 def show(shown: RanksShown, screen: Screen) -> None:
@@ -145,5 +174,7 @@ def show(shown: RanksShown, screen: Screen) -> None:
         f"gradients and optimizer state, {shown.num_profiled} were profiled.",
         markup=False,
     )
+    for kind, file in shown.written.items():
+        out.print(f"{kind}: {file}", markup=False)
     if shown.refused:
         out.print(f"No layout that was profiled fits {' or '.join(map(str, shown.refused))} cards.", markup=False)

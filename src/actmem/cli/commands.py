@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 
 __all__ = [
     "COMMANDS",
+    "Adapting",
     "Command",
     "Common",
     "Demo",
@@ -19,6 +20,7 @@ __all__ = [
     "Explain",
     "Export",
     "Fit",
+    "Frontier",
     "Largest",
     "Loading",
     "Measure",
@@ -27,6 +29,7 @@ __all__ = [
     "Schema",
     "Show",
     "Spread",
+    "Stepping",
     "Verify",
 ]
 
@@ -39,6 +42,8 @@ _Mode = Annotated[str | None, arg(metavar="MODE", help_behavior_hint="")]
 _File = Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")]
 _Dtype = Annotated[Dtype | None, arg(help_behavior_hint="")]
 _Settings = Annotated[str, arg(metavar="SETTINGS", help_behavior_hint="")]
+_Quant = Annotated[Literal["nf4", "int8"] | None, arg(help_behavior_hint="")]
+_Pieces = Annotated[str | None, arg(metavar="NAME=N,...", help_behavior_hint="")]
 _Flag = Annotated[bool, arg(help_behavior_hint="")]
 
 
@@ -58,7 +63,7 @@ class Loading(Common):
     """Options that name a model and the size of its batch."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """Built-in name (llama-3.1-8b), tiny:NAME, a transformers config.json, or package.module:function."""
+    """Built-in name, tiny:NAME, a transformers config.json, a cached Hub name, or package.module:function."""
     _: KW_ONLY
     sequence: _Number = None
     """Tokens per sequence. Default: 8192, or the model's maximum if that is shorter; 64 for tiny: models."""
@@ -71,12 +76,21 @@ class Loading(Common):
 
 
 @dataclass(frozen=True)
-class Planning(Loading):
-    """Options of the commands that plan for a budget."""
+class Adapting(Loading):
+    """Options that prepare a model for fine-tuning."""
 
     _: KW_ONLY
-    budget: Annotated[str, arg(metavar="AMOUNT")]
-    """Memory for every live tensor of a step, such as 72GiB, or 0.9 for a fraction of the device's memory."""
+    lora: _Number = None
+    """Rank of adapters on every linear layer but heads and routers; all else is frozen. Default: train everything."""
+    quant: _Quant = None
+    """Bits of the frozen weights under the adapters, made wide for each product. Default: as they are."""
+
+
+@dataclass(frozen=True)
+class Stepping(Adapting):
+    """Options that say what a training step does, and where."""
+
+    _: KW_ONLY
     device: _Text = None
     """A name from `actmem devices`, such as h100-80gb, or `this` for this machine. Default: its accelerator, if any."""
     offload: Annotated[Literal["host", "disk"] | None, arg(help_behavior_hint="")] = None
@@ -89,14 +103,27 @@ class Planning(Loading):
     """Number of batches over which gradients are accumulated."""
     shard: int = 1
     """Ranks over which FSDP2 divides parameters, gradients and optimizer state."""
+    fake: _Flag = True
+    """Run and time one real step, not a fake one. For models whose control flow depends on tensor values."""
+    chunked_loss: _Flag = False
+    """Compute logits and loss in chunks of tokens. Sums over tokens are then added in another order."""
+    split: _Pieces = None
+    """What to compute in pieces of tokens, and in how many: loss=16,mlp=8. Sums are then added in another order."""
+
+
+@dataclass(frozen=True)
+class Planning(Stepping):
+    """Options of the commands that plan for a budget."""
+
+    _: KW_ONLY
+    budget: Annotated[str, arg(metavar="AMOUNT")]
+    """Memory for every live tensor of a step, such as 72GiB, or 0.9 for a fraction of the device's memory."""
     headroom: _Part = None
     """Fraction of the budget to leave free. Default: 0."""
     allow: Annotated[str, arg(metavar="MEASURES", help_behavior_hint="")] = ""
     """What the plan may use: split, optimizer_state, step_in_backward, offload, with commas between. Default: none."""
     allocator: _Settings = ""
     """On a card, what PYTORCH_CUDA_ALLOC_CONF will be, such as expandable_segments:True. Default: torch's defaults."""
-    fake: _Flag = True
-    """Run and time one real step, not a fake one. For models whose control flow depends on tensor values."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +173,7 @@ class Fit(Spread, Planning):
 
 
 @dataclass(frozen=True)
-class _UnderMode(Loading):
+class _UnderMode(Adapting):
     _: KW_ONLY
     mode: _Mode = None
     """full, full:every=2, selective:attention,matmul, targets:norm,mlp, offload:disk or save-everything."""
@@ -226,6 +253,15 @@ class Largest(Planning):
 
 
 @dataclass(frozen=True)
+class Frontier(Stepping):
+    """Show memory against time: the best plans at many budgets, also with offloading and pieces of tokens, if asked."""
+
+    _: KW_ONLY
+    points: int = 8
+    """Number of plans on each curve."""
+
+
+@dataclass(frozen=True)
 class Ranks(Loading):
     """Find how many cards a training job needs, and the best ways to spread it over them. Nothing is trained."""
 
@@ -244,6 +280,8 @@ class Ranks(Loading):
     """Number of layouts to build and profile for each number of cards."""
     most: int = 4096
     """Largest number of cards to try."""
+    report: _File = None
+    """Write the stages of the fastest layout, side by side, to this .html file; it needs no network."""
 
 
 @dataclass(frozen=True)
@@ -343,6 +381,7 @@ Command = (
     | Measure
     | Verify
     | Largest
+    | Frontier
     | Ranks
     | Export
     | Doctor
@@ -360,6 +399,7 @@ COMMANDS: dict[str, type[Command]] = {
     "measure": Measure,
     "verify": Verify,
     "largest": Largest,
+    "frontier": Frontier,
     "ranks": Ranks,
     "export": Export,
     "doctor": Doctor,

@@ -16,6 +16,7 @@ from actmem.cli.screen import Screen, flops_text, ratio_text, seconds_text, tabl
 from actmem.cli.shared import (
     ModelShown,
     Part,
+    check_file,
     check_planning,
     described,
     document_of,
@@ -26,6 +27,7 @@ from actmem.cli.shared import (
     save_plan,
 )
 from actmem.cli.spread import StageShown, check_spread, fitted_stages, profiled_stages, show_stages
+from actmem.cli.tuning_options import asked_split
 from actmem.devices import Device
 from actmem.errors import ModeError
 from actmem.layout import Layout
@@ -34,6 +36,7 @@ from actmem.plan import Plan
 from actmem.planner import NAMED, Allowance, Frontier, allowance
 from actmem.planner import frontier as planner_frontier
 from actmem.profiles import Profile
+from actmem.settings import Split
 from actmem.simulation import NAMES, cost_seconds, is_measured, on_card, step_seconds, with_stepping
 from actmem.units import size
 
@@ -148,6 +151,8 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
             stages = profiled_stages(asked, loaded, layout, device)
     with screen.progress("searching for the best plan"):
         plans, shown_stages = fitted_stages(stages, asked, allowed, device) if found is None else ([found], [])
+        if found is None:
+            plans = [replace(plan, split=asked_split(asked)) for plan in plans]
         slowest = max(shown_stages, key=lambda stage: (stage.busy, stage.peak_bytes)).pp if shown_stages else 0
         profile, plan = stages[slowest].profile, plans[slowest]
         parts, _ = parts_of(profile, plan)
@@ -215,16 +220,7 @@ def _check_files(asked: Fit, mistakes: Mistakes) -> None:
         path: Path | None = getattr(asked, option)
         if path is not None:
             with mistakes.noted():
-                _check_file(option, path, suffixes, taken)
-
-
-def _check_file(option: str, path: Path, suffixes: Sequence[str], taken: dict[Path, str]) -> None:
-    if path.suffix not in suffixes:
-        raise ModeError(f"--{option} {path} must end in {' or '.join(suffixes)}, which selects the format.")
-    if not path.resolve().parent.is_dir():
-        raise ModeError(f"--{option} {path} is in a folder that does not exist. Run: mkdir -p {path.parent}")
-    if (other := taken.setdefault(path.resolve(), option)) != option:
-        raise ModeError(f"--{option} {path} is also the file of --{other}. Choose another name for one of them.")
+                check_file(option, path, suffixes, taken)
 
 
 def _compared(
@@ -336,6 +332,9 @@ def show(shown: FitShown, screen: Screen) -> None:
         numbered = [replace(x, name=f"{n} of {len(shown.frontier)}") for n, x in enumerate(shown.frontier, 1)]
         without = ", without offloading" if "offload" in shown.plan else ""
         out.print(_points(f"memory against time: the best plans{without}", "plan", numbered))
+    if "split" in shown.plan:
+        pieces = Split(**shown.plan["split"])
+        screen.paragraph(f"in pieces of tokens: {pieces!r}; sums over tokens are added in another order")
     rules: Sequence[object] = shown.plan["rules"]
     saved = shown.written.get("plan")
     use = f'actmem.FromPlan("{saved}")' if saved else "plan"

@@ -1,13 +1,15 @@
 """Build the model and the batch that a command line names.
 
-A model is built in, described by a transformers `config.json`, or made by a function of the user's. A model that is
-only planned for, not run, is built on the meta device, where weights take no memory.
+A model is built in, described by a transformers `config.json` (of a file, or in the local cache of the Hub), or made by
+a function of the user's. A model that is only planned for, not run, is built on the meta device, where weights take no
+memory.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from actmem import catalogue
 from actmem.catalogue import VisionConfig
 from actmem.cli.commands import Loading
 from actmem.cli.failures import Mistakes
+from actmem.cli.tuning_options import adapted, check_adapters
 from actmem.errors import ModeError, UnsupportedError
 from actmem.offloading import available_bytes
 from actmem.ops import did_you_mean
@@ -30,6 +33,7 @@ __all__ = ["Loaded", "check_model", "load", "runs_on"]
 
 Batch = dict[str, Any] | tuple[Any, ...]
 _SEQUENCE, _TINY_SEQUENCE = 8192, 64
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _STATES = 4
 """The least that training takes, in multiples of the parameters: parameters, gradients and two AdamW states."""
 _FORMS = (
@@ -70,7 +74,9 @@ def check_model(asked: Loading, mistakes: Mistakes) -> None:
                 raise ModeError(f"--{what} {number} is not permitted. Expected a whole number of at least 1.")
     name = asked.model
     with mistakes.noted():
-        if _is_config(name):
+        check_adapters(asked)
+    with mistakes.noted():
+        if _is_config(name) or _is_hub_name(name):
             _config_file(name)
         elif _is_function(name):
             function = _function(name)
@@ -87,6 +93,10 @@ def _is_config(name: str) -> bool:
 
 def _is_function(name: str) -> bool:
     return ":" in name and not _is_built_in(name) and not _is_config(name)
+
+
+def _is_hub_name(name: str) -> bool:
+    return _HUB_NAME.fullmatch(name) is not None and not _is_config(name)
 
 
 def _is_built_in(name: str) -> bool:
@@ -108,7 +118,7 @@ def load(asked: Loading, *, place: str = "meta", untouched: bool = False) -> Loa
     mistakes = Mistakes()
     check_model(asked, mistakes)
     mistakes.raise_all()
-    if _is_config(asked.model):
+    if _is_config(asked.model) or _is_hub_name(asked.model):
         return _from_config(asked, place, untouched=untouched)
     return _from_function(asked, place) if _is_function(asked.model) else _built_in(asked, place)
 
@@ -160,14 +170,32 @@ def _built_in(asked: Loading, place: str) -> Loaded:
     batch = make_batch(asked.sequence, asked.batch)
     if place != "meta":
         _check_room(catalogue.build(config, dtype=dtype), asked.model, place)
-    model = catalogue.build(config, device=place, dtype=dtype).train()
+    model = adapted(catalogue.build(config, device=place, dtype=dtype).train(), asked)
     return Loaded(asked.model, "tiny" if is_tiny else "built-in", model, batch, make_batch)
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------
 
 
+def _cached_config(name: str) -> Path:
+    """Return the config of a Hub model from the local cache. Nothing is downloaded."""
+    forms = _FORMS.format(names=", ".join(catalogue.names()))
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")  # only here: it is not required
+    except ImportError:
+        hub = None
+    found = None if hub is None else hub.try_to_load_from_cache(name, "config.json")
+    if not isinstance(found, str):
+        raise ModeError(
+            f"{name!r} is not in the local cache of the Hugging Face Hub, and nothing is downloaded. Expected {forms}. "
+            f"To use this one, download it. Run: hf download {name} config.json"
+        )
+    return Path(found)
+
+
 def _config_file(name: str) -> Path:
+    if _is_hub_name(name):
+        return _cached_config(name)
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
@@ -226,7 +254,8 @@ def _from_config(asked: Loading, place: str, *, untouched: bool) -> Loaded:
             )
         return _tokens(text.vocab_size, sequence or usual, batch or 1, place)
 
-    return Loaded(asked.model, "config", model.train(), make_batch(asked.sequence, asked.batch), make_batch)
+    model = adapted(model.train(), asked)
+    return Loaded(asked.model, "config", model, make_batch(asked.sequence, asked.batch), make_batch)
 
 
 def _tokens(vocab_size: int, sequence: int, batch: int, place: str) -> Batch:
@@ -264,7 +293,8 @@ def _from_function(asked: Loading, place: str) -> Loaded:
     def make_batch(sequence: int | None, batch: int | None) -> Batch:
         return _checked(call(sequence, batch)[1], asked.model)
 
-    return Loaded(asked.model, "function", model.train(), _moved(_checked(batch, asked.model), place), make_batch, loss)
+    model = adapted(model.train(), asked)
+    return Loaded(asked.model, "function", model, _moved(_checked(batch, asked.model), place), make_batch, loss)
 
 
 def _check_takes(function: Callable[..., Any], name: str, what: str, number: int | None) -> None:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from actmem.allocator import AllocatorSettings
-from actmem.cli.commands import Planning
+from actmem.cli.commands import Planning, Stepping
 from actmem.cli.failures import Mistakes
 from actmem.cli.loaded_model import Loaded, check_model
 from actmem.cli.schema import Document
+from actmem.cli.tuning_options import asked_split
 from actmem.devices import THIS_MACHINE, Device, device, known_devices
 from actmem.errors import DeviceError, ModeError, PlanError
 from actmem.modes import check_allowed
@@ -28,7 +29,9 @@ from actmem.units import parse_budget, size
 __all__ = [
     "ModelShown",
     "Part",
+    "check_file",
     "check_planning",
+    "check_stepping",
     "chosen_device",
     "described",
     "document_of",
@@ -84,9 +87,7 @@ def check_planning(asked: Planning, mistakes: Mistakes) -> Device | None:
     """
     from actmem.planner import check_allocator  # its solver takes a while to import
 
-    chosen = None
-    with mistakes.noted():
-        chosen = chosen_device(asked.device)
+    chosen = check_stepping(asked, mistakes)
     with mistakes.noted():
         parse_budget(asked.budget, device_bytes=chosen.memory_bytes if chosen else 2**40)
     with mistakes.noted():
@@ -98,12 +99,32 @@ def check_planning(asked: Planning, mistakes: Mistakes) -> Device | None:
             check_allocator(settings, chosen)
     with mistakes.noted():
         check_allowed(measures_of(asked))
+    return chosen
+
+
+def check_stepping(asked: Stepping, mistakes: Mistakes) -> Device | None:
+    """Record mistakes in the model and in what its step does. Returns the chosen device."""
+    chosen = None
+    with mistakes.noted():
+        chosen = chosen_device(asked.device)
     for name, number in (("microbatches", asked.microbatches), ("shard", asked.shard)):
         with mistakes.noted():
             if number < 1:
                 raise ModeError(f"--{name} {number} is not permitted. Expected a whole number of at least 1.")
+    with mistakes.noted():
+        asked_split(asked)
     check_model(asked, mistakes)
     return chosen
+
+
+def check_file(option: str, path: Path, suffixes: Sequence[str], taken: dict[Path, str]) -> None:
+    """Refuse an output file that could not be written, or that another option writes."""
+    if path.suffix not in suffixes:
+        raise ModeError(f"--{option} {path} must end in {' or '.join(suffixes)}, which selects the format.")
+    if not path.resolve().parent.is_dir():
+        raise ModeError(f"--{option} {path} is in a folder that does not exist. Run: mkdir -p {path.parent}")
+    if (other := taken.setdefault(path.resolve(), option)) != option:
+        raise ModeError(f"--{option} {path} is also the file of --{other}. Choose another name for one of them.")
 
 
 def measured(chosen: Device | None, model: nn.Module) -> Device:
@@ -136,7 +157,7 @@ def measures_of(asked: Planning) -> tuple[str, ...]:
     return tuple(name.strip() for name in asked.allow.split(",") if name.strip())
 
 
-def options_of(asked: Planning) -> dict[str, Any]:
+def options_of(asked: Stepping) -> dict[str, Any]:
     """Translate command-line options to arguments of `actmem.profile`."""
     return {
         "blocks": asked.blocks,
@@ -145,6 +166,7 @@ def options_of(asked: Planning) -> dict[str, Any]:
         "microbatches": asked.microbatches,
         "shard": asked.shard,
         "fake": asked.fake,
+        "split": asked_split(asked),
     }
 
 
@@ -230,6 +252,9 @@ def _pairs(table: dict[str, Any]) -> list[str]:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(k)} = {_value(v)}" for k, v in cast(dict[str, Any], value).items())
+        return f"{{ {', '.join(pairs)} }}" if value else "{}"
     if isinstance(value, list):
         return "\n".join(["[", *(f"  {_value(entry)}," for entry in cast(list[Any], value)), "]"])
     return json.dumps(value, ensure_ascii=False)  # strings, numbers and booleans are written alike in JSON and TOML

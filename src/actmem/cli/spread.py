@@ -127,6 +127,13 @@ def check_spread(asked: Fit, mistakes: Mistakes) -> Layout | None:
                 f"--{name} cannot be combined with a layout ({layout!r}): its ranks are built and profiled by torch's "
                 "own functions, on tensors without bytes. Omit it."
             )
+    for name in ("lora", "quant", "split", "chunked_loss"):
+        with mistakes.noted():
+            if getattr(asked, name) not in (None, False):
+                raise ModeError(
+                    f"--{name.replace('_', '-')} cannot be combined with a layout ({layout!r}) yet: adapters and "
+                    "pieces are not built for several ranks. Omit it, or write --shard N, which divides by FSDP2 alone."
+                )
     return layout
 
 

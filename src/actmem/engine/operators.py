@@ -72,7 +72,7 @@ REASONS: dict[Reason, str] = {
     Reason.UNIT: "output of a nested FSDP unit, whose parameters are gone when it would be replayed",
 }
 
-_TRUSTED = frozenset({"aten", "prims"})
+_TRUSTED = frozenset({"aten", "prims", "actmem"})
 _COLLECTIVE = frozenset(
     {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem", "fsdp"}
 )

@@ -9,7 +9,7 @@ from actmem.planner.compiled_fit import compilation, fit_ladder, make_ladder
 from actmem.planner.cost_frontier import NAMED, Frontier, Point, frontier
 from actmem.planner.job_fit import fit_job, job_seconds
 from actmem.planner.named_modes import named_keeps
-from actmem.planner.rank_search import RankOption, Ranks, ranks
+from actmem.planner.rank_search import RankOption, Ranks, planned_stages, ranks
 from actmem.planner.rules_writer import slices
 from actmem.planner.stage_fit import fit_stages
 
@@ -37,6 +37,7 @@ __all__ = [
     "largest",
     "make_ladder",
     "named_keeps",
+    "planned_stages",
     "ranks",
     "slices",
 ]

@@ -13,6 +13,7 @@ from actmem.planner.budget_fit import fit_profile
 from actmem.planner.named_modes import named_keeps
 from actmem.planner.solver import smallest_peak
 from actmem.profiles import Profile
+from actmem.settings import Offload
 from actmem.simulation import cost_seconds, dtypes_of, follow, on_card, plan_of, prediction, resolved
 
 __all__ = ["Frontier", "Point", "frontier"]
@@ -63,6 +64,7 @@ def frontier(
     device: Device | str | None = None,
     *,
     num_points: int = 24,
+    offload: str | Offload | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Frontier:
     """Find the best plan at many budgets, from the smallest that any plan can meet up to saving everything.
@@ -71,6 +73,7 @@ def frontier(
         profile: what the step does.
         device: whose speed to take. Default: this machine.
         num_points: how many plans.
+        offload: "host" or "disk", or an `Offload`, if the plans may offload values.
         progress: called with how many are done, and of how many.
 
     >>> import torch, actmem
@@ -96,7 +99,7 @@ def frontier(
     for nth in range(num_points):
         budget = least + (most - least) * nth // (num_points - 1)
         try:
-            plan = fit_profile([profile], budget, known, named=lambda _: named)
+            plan = fit_profile([profile], budget, known, named=lambda _: named, offload=offload)
         except BudgetError:  # the smallest peak is found, not proven: a hair may be missing
             continue
         assert plan.predicted is not None

@@ -27,7 +27,7 @@ from actmem.simulation import (
 )
 from actmem.units import size
 
-__all__ = ["RankOption", "Ranks", "ranks"]
+__all__ = ["RankOption", "Ranks", "planned_stages", "ranks"]
 
 _TURNS = 2
 """Microbatches that are profiled without a pipeline: from the second on, gradients are there from the start."""
@@ -55,7 +55,7 @@ class Ranks:
     >>> found = Ranks(8, (RankOption(Layout(dp_shard=8), 2**34, 1.5, 0.1, 1.0),), 2**36, 12, 3, 4, (4,))
     >>> print(found)
     8 cards are enough: Layout(dp_shard=8)
-    16.0 GiB on each, 1.500 s a step
+    16.00 GiB on each, 1.500 s a step
     12 layouts were considered: 3 were ruled out by their parameters, gradients and optimizer state, 4 were profiled
     no layout that was profiled fits 4 cards
     """
@@ -202,19 +202,10 @@ class _Search:
         return sorted(found, key=lambda option: option.step_seconds)
 
     def _planned(self, layout: Layout) -> RankOption | None:
-        is_pipeline = layout.pp > 1
-        short = layout if is_pipeline else replace(layout, microbatches=min(layout.microbatches, _TURNS))
-        seen = profile_stages(
-            self._model,
-            self._example,
-            short,
-            optimizer=self._optimizer,
-            together=True if is_accelerator(self._device) else None,
-        )
+        stages = planned_stages(self._model, self._example, layout, self._device, optimizer=self._optimizer)
         self.num_profiled += 1
         if self._progress is not None:
             self._progress(self.num_profiled)
-        stages = [replace(s, profile=on_card(s.profile, self._device)) for s in seen]
         try:
             plans = fit_stages(stages, self._allowed, self._device)
         except BudgetError as error:
@@ -235,6 +226,16 @@ class _Search:
             links[slowest] * layout.microbatches,
             told[slowest].step_time_ratio,
         )
+
+
+def planned_stages(
+    model: nn.Module, example: dict[str, Tensor], layout: Layout, device: Device, *, optimizer: str | None
+) -> list[StageProfile]:
+    """Profile the stages of a layout for a card. Without a pipeline, two microbatches stand for any larger number."""
+    short = layout if layout.pp > 1 else replace(layout, microbatches=min(layout.microbatches, _TURNS))
+    together = True if is_accelerator(device) else None
+    seen = profile_stages(model, example, short, optimizer=optimizer, together=together)
+    return [replace(stage, profile=on_card(stage.profile, device)) for stage in seen]
 
 
 def _seconds(stage: StageProfile, device: Device) -> tuple[float, float]:
