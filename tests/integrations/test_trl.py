@@ -96,7 +96,7 @@ def test_the_default_of_its_config_is_refused_and_the_argument_named(tmp_path: P
 def test_its_own_fused_head_needs_no_split_and_label_smoothing_is_split(tmp_path: Path) -> None:
     split = actmem.Split(loss=4)
     fused = "the output of lm_head was not split: it has not been called in training mode"
-    for given, is_split in (({}, False), ({"label_smoothing_factor": 0.1}, True)):
+    for given, is_split in (({}, False), ({"label_smoothing_factor": 0.1, "bf16": False}, True)):
         plain = make_sft(tmp_path, **given)
         plain.train()
         callback = ActmemCallback(actmem.Full(), split=split)

@@ -525,7 +525,7 @@ def test_close_waits_for_what_is_away_and_then_leaves_no_thread_file_or_descript
     held.pop()
     assert threading.active_count() > threads
     held.clear()
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # one of an earlier test may have ended meanwhile
     assert open_files() == files
     assert list(tmp_path.iterdir()) == []
     assert store.held_bytes == 0

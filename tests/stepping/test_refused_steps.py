@@ -86,6 +86,18 @@ def test_an_optimizer_that_counts_by_group_is_noticed() -> None:
         Run(lambda model: torch.optim.LBFGS(model.parameters()), **IN_BACKWARD)
 
 
+def test_tensors_by_the_place_of_a_parameter_are_noticed_before_any_step() -> None:
+    class Listed(torch.optim.SGD):
+        """Keeps a copy of each parameter, in order: one parameter alone would take the first's."""
+
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+            self.copies = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    with pytest.raises(UnsupportedError, match="Listed keeps tensors in 'copies'"):
+        Run(lambda model: Listed(model.parameters()), **IN_BACKWARD)
+
+
 def test_a_closure_is_refused_where_the_state_is_elsewhere() -> None:
     run = Run(adamw, **ON_DISK)
     with pytest.raises(UnsupportedError, match="computes gradients inside of the step"):

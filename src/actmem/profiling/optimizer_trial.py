@@ -33,7 +33,7 @@ from actmem.profiling.complaints import for_real, quiet
 from actmem.profiling.fake_model import StandIns
 from actmem.profiling.numbers import Numbers
 from actmem.profiling.reach import Reach
-from actmem.stepping import goes_away, single_step
+from actmem.stepping import check_groups, goes_away, single_step
 from actmem.torchcompat import FakeTensor, FakeTensorMode
 
 __all__ = ["Factory", "OptimizerTrial", "refuse_fakes", "singly", "try_optimizer"]
@@ -92,7 +92,8 @@ def try_optimizer(
         try:
             _step(stepped)
             trial = _seen(stepped, together=together)
-            trial = replace(trial, steps=_singly(stepped, {id(fake): name for name, fake in fakes.items()}))
+            names = {id(fake): name for name, fake in fakes.items()}
+            trial = replace(trial, steps=_singly(stepped, names) if _is_single(stepped) else ())
         except ActmemError:
             raise
         except Exception as error:
@@ -130,6 +131,15 @@ def singly(
         step, wide = found[firsts[key]], 1 if dtype is None else dtype.itemsize / key[2].itemsize
         steps.append(replace(step, name=name, state_bytes=tuple(int(size * wide) for size in step.state_bytes)))
     return tuple(steps)
+
+
+def _is_single(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer can step one parameter at a time."""
+    try:
+        check_groups(optimizer)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def _singly(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[ParameterStep, ...]:

@@ -5,7 +5,8 @@ For the moment of its step, a parameter is the only one of its group, and its gr
 the update, the learning rate of the group and the state are those of the optimizer itself, whatever it is, and its
 `state_dict` is what it always is. What cannot be stepped so is noticed: an optimizer that changes its group in a step,
 such as by a counter of its own, would change it once for each parameter; one that looks at all gradients, as LBFGS
-does, is refused by name.
+does, is refused by name, and so is one that keeps tensors in attributes of its own, which may go by the place of a
+parameter among all.
 
 Hooks of the instance belong to `optimizer.step()`, which the loop still calls, once in a step.
 """
@@ -13,16 +14,19 @@ Hooks of the instance belong to `optimizer.step()`, which the loop still calls, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from actmem.errors import UnsupportedError
 
 __all__ = ["check_groups", "single_step"]
 
+_KNOWN = ("state", "param_groups", "defaults")
+"""Attributes of every optimizer, whose tensors are found by parameter or group."""
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -37,6 +41,13 @@ def check_groups(optimizer: Optimizer) -> None:
             "LBFGS looks at all gradients at once, and cannot step one parameter at a time. Take another optimizer, or "
             "leave out step_in_backward and optimizer_state."
         )
+    for name, value in cast("dict[str, Any]", vars(optimizer)).items():
+        if name not in _KNOWN and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} keeps tensors in {name!r}, and not in its state by parameter: it may take "
+                "another parameter's where it steps one at a time. Keep them in optimizer.state[parameter], or leave "
+                "out step_in_backward and optimizer_state."
+            )
 
 
 def single_step(optimizer: Optimizer, parameter: Tensor) -> None:
