@@ -14,7 +14,7 @@ Hooks of the instance belong to `optimizer.step()`, which the loop still calls, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def check_groups(optimizer: Optimizer) -> None:
             "LBFGS looks at all gradients at once, and cannot step one parameter at a time. Take another optimizer, or "
             "leave out step_in_backward and optimizer_state."
         )
-    for name, value in cast("dict[str, Any]", vars(optimizer)).items():
+    for name, value in vars(optimizer).items():
         if name not in _KNOWN and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} keeps tensors in {name!r}, and not in its state by parameter: it may take "
