@@ -275,6 +275,7 @@ class BlockRunner:
         offload: Offload | None = None,
         exact: bool = False,
         opaque: UnseenFunctions | None = None,
+        native: type[Tape] | None = None,
     ) -> None:
         self.path = path
         self.family = family
@@ -312,6 +313,8 @@ class BlockRunner:
         """The plan is followed to the letter. See NOTE [ Barriers ]."""
         self._opaque = opaque
         """What is known of autograd Functions that launch unseen kernels, for all blocks of the model."""
+        self._native = native
+        """The tape with a native core, for calls that neither observe nor offload; None: there is none."""
         self._reissue = reissue
         """Functional collectives may run again."""
         self._cut: Cut | None = None
@@ -377,20 +380,22 @@ class BlockRunner:
         tracer = None if observation is None else Tracer(self.verdicts, reissue=self._reissue)
         if tracer is not None:
             self.decisions = tracer.rows
-        tape = Tape(
+        away = self._away()
+        kind: Any = Tape if self._native is None or observation is not None or away is not None else self._native
+        tape = kind(
             tracer or self.verdicts,
             observation,
             inputs=inputs,
             trainable=lambda: _trainable_storages(block),
             cut=self._cut if self._cut is not None and self._cut_fits(inputs) else None,
             reissue=self._reissue,
-            away=self._away(),
+            away=away,
             exact=self._exact,
             places=Places(block) if observation is not None or self.verdicts.follows_modules else None,
             opaque=self._opaque,
         )
         try:
-            with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
+            with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack if kind is Tape else kind.unpack):
                 if self._nested:
                     with _keeping_outputs(tape, block, self._nested), tape:
                         return forward(block, *args, **kwargs)

@@ -31,7 +31,7 @@ from torch.nn import Parameter
 
 from actmem.compilercompat import is_compiled_backward
 from actmem.engine.holding_rules import made, needs_private_copy, replay_order, written_in_place
-from actmem.engine.tape import Flattened, Handle
+from actmem.engine.tape import HANDLES, Flattened
 from actmem.engine.values import UNCHECKED, Boxed, Node, Value, checksum, copied, see, tensors, without_bits
 from actmem.error_causes import likely_of_replay
 from actmem.errors import FreedStorageError, ReplayError, SelfCheckError, VersionError
@@ -52,7 +52,7 @@ __all__ = ["asked_by_function", "enter", "leave", "replaying", "unpack"]
 @never_compile
 def unpack(packed: Any) -> Tensor:
     """Return the tensor that autograd saved, from what `Tape.pack` gave it."""
-    if type(packed) is not Handle:
+    if type(packed) not in HANDLES:
         return _unpack_other(packed)
     value, tape = packed.value, packed.tape
     with tape.lock:
@@ -104,7 +104,7 @@ def _unpack_other(packed: Any) -> Tensor:
         return packed.unpack(packed.packed)
     if type(packed) is Flattened:
         inner = {
-            n: unpack(x) if isinstance(x, (Handle, Flattened, Boxed, Tensor)) else x for n, x in packed.inner.items()
+            n: unpack(x) if isinstance(x, (*HANDLES, Flattened, Boxed, Tensor)) else x for n, x in packed.inner.items()
         }
         kind: Any = packed.kind
         return kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)

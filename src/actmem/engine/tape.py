@@ -64,7 +64,7 @@ from actmem.torchcompat import (
     storage_key,
 )
 
-__all__ = ["Flattened", "Handle", "Tape"]
+__all__ = ["HANDLES", "Flattened", "Handle", "Tape"]
 
 _ref = weakref.ref
 _default_dtype = torch.get_default_dtype
@@ -90,6 +90,10 @@ class Handle:
         self.dtype = tensor.dtype
         self.bits = bits
         self.checksum: int | None = None
+
+
+HANDLES: set[type] = {Handle}
+"""The classes of handles: this one, and that of the native core where it is used."""
 
 
 class Flattened:
