@@ -15,7 +15,7 @@ from actmem.decisions import Decision, Reason
 from actmem.engine import barriers, holdings, replay
 from actmem.engine.operators import describe
 from actmem.engine.tape import HANDLES, Tape
-from actmem.engine.values import without_bits
+from actmem.engine.values import copied, without_bits
 from actmem.torchcompat import alias, alias_in_handler, numerics, opened_parameter
 
 __all__ = ["tape_class"]
@@ -23,7 +23,13 @@ __all__ = ["tape_class"]
 
 def _described(func: Any) -> tuple[Any, ...]:
     o = describe(func)
-    return o, bool(o.view), o.view == 2, o.plain, o.may_alias, bool(o.fills_saved), o.numerics
+    repeatable = not (o.view or o.composite or o.call is not o.func or o.again is not o.func or o.never)
+    repeatable = repeatable and not (o.accumulate or o.transfers or o.on_accelerator)
+    special = o.overwritten or o.fills_saved or o.training or o.statistics
+    in_place = repeatable and not (o.random or special or o.fresh) and o.writes == ((0, "self"),)
+    dropout = o.dropout[0] if repeatable and o.random and o.dropout is not None and not (o.writes or special) else -1
+    flags = o.plain, o.may_alias, bool(o.fills_saved), o.numerics, in_place
+    return o, bool(o.view), o.view == 2, *flags, dropout
 
 
 def _settle(tape: Any, value: Any, num_bytes: int, tensor: Any) -> None:
@@ -42,7 +48,6 @@ def tape_class(core: ModuleType) -> type[Tape]:
         "meet": Tape._meet,
         "hold": lambda tape, value, tensor: tape._hold(value, tensor, alias),
         "hold_in_handler": lambda tape, value, tensor: tape._hold(value, tensor, alias_in_handler),
-        "adopt": Tape._adopt,
         "pack": Tape.pack,
         "settle": _settle,
         "decide": _decide,
@@ -57,6 +62,7 @@ def tape_class(core: ModuleType) -> type[Tape]:
         "opened_parameter": opened_parameter,
         "without_bits": without_bits,
         "numerics": numerics,
+        "copied": copied,
         "Parameter": torch.nn.Parameter,
         "nothing": lambda: None,
         **{d.name: d for d in (Decision.RECOMPUTE, Decision.SAVE)},

@@ -53,8 +53,8 @@ constexpr int64_t UNCHECKED = -1;
 
 // What this file calls, given by `configure`.
 struct {
-  PyObject *describe, *meet, *hold_in_handler, *hold, *adopt, *pack, *settle, *decide, *note_holder, *is_trainable;
-  PyObject *unpack, *run, *enter, *leave, *held, *asked_by_function, *opened_parameter, *without_bits, *numerics;
+  PyObject *describe, *meet, *hold_in_handler, *hold, *pack, *settle, *decide, *note_holder, *is_trainable;
+  PyObject *unpack, *run, *enter, *leave, *held, *asked_by_function, *opened_parameter, *without_bits, *numerics, *copied;
   PyObject *Parameter, *RECOMPUTE, *SAVE, *SAVED, *OFFLOADED, *CUT, *EXTERNAL, *UNSEEN, *nothing;
 } py_;
 
@@ -125,6 +125,8 @@ struct Operator {  // what `engine.operators.Operator` says of one
   Ref python;      // that object
   Ref func;
   bool view = false, sets_bits = false, plain = false, may_alias = false, fills_saved = false, numerics = false;
+  int dropout = -1;       // the position of a probability that makes it random; plain where that is 0
+  bool in_place = false;  // reads and writes its first argument, returns it, and is plain otherwise
   };
 
 struct Value {
@@ -157,6 +159,8 @@ struct Node {
   std::vector<std::pair<int, Ref>> outs;  // slot, and a weak reference to the value, if there are several
   uint64_t flags;
   bool has_flags;
+  bool in_place;  // writes its first argument; `outs` has that alone
+  c10::Device device;  // where that is
 };
 
 struct Handle {
@@ -441,13 +445,22 @@ PyObject* get_flags(PyObject* self, void*) {
 
 PyObject* get_none(PyObject*, void*) { Py_RETURN_NONE; }
 
+PyObject* get_writes(PyObject* self, void*) {
+  return guarded([&]() -> PyObject* {
+    auto* n = reinterpret_cast<Node*>(self);
+    if (!n->in_place) Py_RETURN_NONE;
+    Ref device(torch::jit::toPyObject(IValue(n->device)).release().ptr());
+    return Py_BuildValue("[(iiiO)]", 0, -1, -1, device.get());
+  });
+}
+
 PyObject* get_parents(PyObject*, void*) { return PyTuple_New(0); }
 
 PyGetSetDef node_attributes[] = {
     {"func", get_func, nullptr, nullptr, nullptr},     {"args", get_args, nullptr, nullptr, nullptr},
     {"kwargs", get_kwargs, nullptr, nullptr, nullptr}, {"refs", get_refs, nullptr, nullptr, nullptr},
     {"outs", get_outs, nullptr, nullptr, nullptr},     {"flags", get_flags, nullptr, nullptr, nullptr},
-    {"writes", get_none, nullptr, nullptr, nullptr},   {"state", get_none, nullptr, nullptr, nullptr},
+    {"writes", get_writes, nullptr, nullptr, nullptr},   {"state", get_none, nullptr, nullptr, nullptr},
     {"parents", get_parents, nullptr, nullptr, nullptr}, {nullptr}};
 
 PyMemberDef handle_members[] = {
@@ -557,6 +570,7 @@ bool is_parameter(const Tensor& t) {
   if (t.requires_grad() && t.is_leaf()) return true;
   Ref object = wrap(t);
   if (reinterpret_cast<PyObject*>(Py_TYPE(object.get())) == py_.Parameter) return true;
+  if (THPVariable_CheckExact(object.get()) && !PyObject_HasAttrString(object.get(), "_is_param")) return false;
   int found = PyObject_IsInstance(object.get(), py_.Parameter);
   if (found < 0) raise();
   return found;
@@ -619,6 +633,27 @@ bool has_outer(const Tape* t) { return t->outer && t->outer != Py_None; }
 PyObject* as_object(Tape* t) { return reinterpret_cast<PyObject*>(t); }
 PyObject* as_object(Value* v) { return reinterpret_cast<PyObject*>(v); }
 
+// `holdings._note_holder`
+void note_holder(PyObject* storage, PyObject* value) {
+  static PyObject* name = PyUnicode_InternFromString("_actmem_holders");
+  Ref holders(PyObject_GetAttr(storage, name));
+  if (!holders) {
+    PyErr_Clear();
+  } else {
+    Ref values = attribute(holders.get(), "values"), most = attribute(holders.get(), "most");
+    if (PyList_GET_SIZE(values.get()) < PyLong_AsSsize_t(most.get())) {
+      if (PyList_Append(values.get(), checked(PyWeakref_NewRef(value, nullptr)).get()) < 0) raise();
+      return;
+    }
+  }
+  call(py_.note_holder, storage, value);
+}
+
+bool has_holders(const Tensor& t) {
+  Ref storage = checked(THPStorage_Wrap(t.storage()));
+  return PyObject_HasAttrString(storage.get(), "_actmem_holders");
+}
+
 // `Holdings._hold`
 void hold(Tape* t, Value* v, const Tensor& a, bool in_handler) {
   Tensor origin = origin_of(a);
@@ -633,7 +668,7 @@ void hold(Tape* t, Value* v, const Tensor& a, bool in_handler) {
   } else {
     v->held = alias_of(a);
     Ref object = checked(THPStorage_Wrap(v->held.storage()));
-    call(py_.note_holder, object.get(), as_object(v));
+    note_holder(object.get(), as_object(v));
   }
   set(v->boxed, nullptr);
   v->version = static_cast<int64_t>(v->held._version());
@@ -736,11 +771,12 @@ const Operator* describe(const c10::OperatorHandle& op) {
   if (!o) {
     auto made = std::make_unique<Operator>();
     made->func = Ref::of(torch::detail::getTorchApiFunction(op).ptr());
-    Ref told = call(py_.describe, made->func.get());  // (operator, view, bits, plain, alias, fills, numerics)
+    Ref told = call(py_.describe, made->func.get());  // (operator, view, bits, plain, alias, fills, numerics, in_place, dropout)
     auto flag = [&](int i) { return PyObject_IsTrue(PyTuple_GET_ITEM(told.get(), i)) == 1; };
     made->python = Ref::of(PyTuple_GET_ITEM(told.get(), 0));
     made->view = flag(1), made->sets_bits = flag(2), made->plain = flag(3), made->may_alias = flag(4);
-    made->fills_saved = flag(5), made->numerics = flag(6);
+    made->fills_saved = flag(5), made->numerics = flag(6), made->in_place = flag(7);
+    made->dropout = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(told.get(), 8)));
     o = std::move(made);
   }
   return near[op] = o.get();
@@ -771,12 +807,32 @@ struct WithoutMode {  // as torch does while a mode handles an operator
 
 // `Holdings._adopt`
 void adopt(Tape* t, const IValue* args, size_t n) {
-  Ref tensors = checked(PyList_New(0));
+  Ref waiting = Ref::of(t->provisional);
+  Ref none = checked(PyList_New(0));
+  set(t->provisional, none.get());
+  std::vector<Ref> left;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(waiting.get()); i++)
+    left.push_back(Ref::of(PyList_GET_ITEM(waiting.get(), i)));
+  auto take = [&](PyObject* value, const Tensor& a) {
+    if (Value* v = native(value))
+      hold(t, v, a, true);
+    else
+      call(py_.hold_in_handler, as_object(t), value, wrap(a).get());
+  };
   each_tensor(args, n, [&](int, int, const Tensor& a) {
-    if (PyList_Append(tensors.get(), wrap(a).get()) < 0) raise();
-    return true;
+    StorageImpl* storage = storage_of(a);
+    for (size_t i = 0; i < left.size(); i++) {
+      if (!is_on(left[i].get(), storage)) continue;
+      take(left[i].get(), a);
+      left.erase(left.begin() + static_cast<long>(i));
+      break;
+    }
+    return !left.empty();
   });
-  call(py_.adopt, as_object(t), tensors.get());
+  for (auto& value : left) {  // what a Python Function saved comes unchanged
+    Ref held = attribute(value.get(), "held");
+    take(value.get(), THPVariable_Unpack(held.get()));
+  }
 }
 
 // Why the result of an operator is kept; None if it is recomputed.
@@ -818,6 +874,8 @@ Ref record_call(Tape* t, const c10::OperatorHandle& op, const Operator* o, std::
   new (&n->refs) std::vector<Reference>();
   new (&n->outs) decltype(n->outs)();
   n->op = &op, n->description = o, n->has_flags = o->numerics, n->flags = 0;
+  n->in_place = o->in_place;
+  new (&n->device) c10::Device(c10::kCPU);
   Ref node(reinterpret_cast<PyObject*>(n));
   each_tensor(args.data(), args.size(), [&](int argument, int item, const Tensor& a) {
     StorageImpl* storage = storage_of(a);
@@ -883,6 +941,39 @@ void record(Tape* t, const c10::OperatorHandle& op, const Operator* o, std::vect
   }
 }
 
+// What an operator in place is about to overwrite, if this file knows what to do: recorded here, and held by nobody.
+Ref overwritten(Tape* t, const Operator* o, const IValue* args) {
+  if (!args[0].isTensor()) return Ref();
+  const Tensor& a = args[0].toTensor();
+  StorageImpl* storage = storage_of(a);
+  Ref old = found_in(t, storage);
+  Value* v = old ? native(old.get()) : nullptr;
+  if (!v || !is_on(old.get(), storage) || !v->node || v->held.defined() || v->boxed || v->coverage || v->pending ||
+      (v->slot >= 0 && a._version()) || PyList_GET_SIZE(t->recent) || has_holders(a))
+    return Ref();
+  if (PyDict_GetItemWithError(t->known, o->python.get()) != py_.RECOMPUTE) return Ref();
+  if (t->numbered && t->cut && t->cut != Py_None) {
+    Ref funcs = attribute(t->cut, "funcs"), held = attribute(t->cut, "hold");
+    Ref number = checked(PyLong_FromLongLong(t->index));
+    if (t->index >= PyTuple_GET_SIZE(funcs.get()) || PyTuple_GET_ITEM(funcs.get(), t->index) != o->func.get() ||
+        PyDict_GetItemWithError(held.get(), number.get()))
+      return Ref();
+    t->index++;
+  }
+  return old;
+}
+
+// The new version of a storage that an operator wrote in place.
+void record_version(Tape* t, const Tensor& a, Ref node, const Ref& debts) {
+  auto* n = reinterpret_cast<Node*>(node.get());
+  n->device = a.device();
+  Value* v = new_value(storage_of(a), node.get(), -1, nullptr);
+  Ref value(as_object(v));
+  if (debts) set(v->debts, debts.get());
+  n->outs.emplace_back(-1, checked(PyWeakref_NewRef(value.get(), nullptr)));
+  remember(t, storage_of(a), value.get());
+}
+
 struct Interpreter final : c10::impl::PyInterpreterVTable {
   const c10::impl::PyInterpreterVTable* theirs = nullptr;
 
@@ -900,7 +991,8 @@ struct Interpreter final : c10::impl::PyInterpreterVTable {
     const Operator* o = describe(op);
     size_t n = op.schema().arguments().size();
     const IValue* args = stack->data() + stack->size() - n;
-    bool simple = o->view || (o->plain && (t->paused || c10::typeMetaToScalarType(c10::get_default_dtype()) == t->dtype));
+    bool pure = o->plain || o->in_place || (o->dropout >= 0 && args[o->dropout].isDouble() && args[o->dropout].toDouble() == 0);
+    bool simple = o->view || (pure && (t->paused || c10::typeMetaToScalarType(c10::get_default_dtype()) == t->dtype));
     if (!simple ||
         !each_tensor(args, n, [&](int, int, const Tensor& a) {
           return o->view || t->paused ? !a.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python)
@@ -917,6 +1009,7 @@ struct Interpreter final : c10::impl::PyInterpreterVTable {
       if (PyList_GET_SIZE(t->provisional)) adopt(t, args, n);
       if (!o->fills_saved) PyList_SetSlice(t->recent, 0, PyList_GET_SIZE(t->recent), nullptr);
     }
+    if (o->in_place) return write(t, op, o, stack, n);
     std::vector<IValue> given(args, args + n);
     {
       WithoutMode on_its_own;
@@ -925,6 +1018,29 @@ struct Interpreter final : c10::impl::PyInterpreterVTable {
     WithGIL gil;
     record(t, op, o, std::move(given), *stack);
     given.clear();
+  }
+
+  void write(Tape* t, const c10::OperatorHandle& op, const Operator* o, torch::jit::Stack* stack, size_t n) const {
+    Ref node, debts;
+    const IValue* args = stack->data() + stack->size() - n;
+    Tensor written;
+    {
+      WithGIL gil;
+      if (Ref old = overwritten(t, o, args)) {
+        written = args[0].toTensor();
+        node = record_call(t, op, o, std::vector<IValue>(args, args + n), debts);
+        if (PyDict_DelItem(t->values, key_of(storage_of(written)).get()) < 0) raise();
+        set(native(old.get())->tensor, nullptr);  // `holding_rules.preserve`, for what nobody holds
+      }
+    }
+    if (!written.defined()) return theirs->dispatch(op, stack);
+    {
+      WithoutMode on_its_own;
+      op.callBoxed(stack);
+    }
+    WithGIL gil;
+    record_version(t, written, std::move(node), debts);
+    debts = Ref();
   }
 
   c10::intrusive_ptr<c10::TensorImpl> detach(const c10::TensorImpl* self) const override {
@@ -1148,8 +1264,18 @@ void run(Node* n, Value* wanted) {
       stack[argument] = std::move(items);
     }
   }
+  // The call must write and read a written value in one place: its tensors may share a storage.
+  PyObject* written = n->in_place ? n->refs[0].value.get() : nullptr;
+  Tensor fresh;
+  if (written) {
+    auto num_refs = std::count_if(n->refs.begin(), n->refs.end(), [&](auto& r) { return r.value.get() == written; });
+    Value* v = native(written);
+    fresh = intact(written);
+    if (!(v && v->own && Py_REFCNT(written) <= num_refs))  // `holding_rules.written_in_place`
+      fresh = THPVariable_Unpack(call(py_.copied, wrap(fresh).get()).get());
+  }
   for (auto& r : n->refs) {
-    Tensor base = intact(r.value.get());
+    Tensor base = r.value.get() == written && written ? fresh : intact(r.value.get());
     TORCH_CHECK(base.defined(), "nothing holds a value that a replay needs. This is a defect of actmem: please report it.");
     Tensor tensor = see(base, r.size, r.stride, r.offset, r.dtype);
     if (r.item < 0)
@@ -1163,6 +1289,7 @@ void run(Node* n, Value* wanted) {
     WithoutGIL others_may_run;
     n->op->callBoxed(&stack);
   }
+  if (written) return made(wanted, stack.back().toTensor());
   int slot = -1;
   size_t next = 0;
   each_tensor(stack.data(), stack.size(), [&](int, int, const Tensor& out) {
@@ -1269,9 +1396,9 @@ PyObject* configure(PyObject*, PyObject* given) {
   py_.name = PyDict_GetItemString(given, #name);                          \
   if (!py_.name) return PyErr_Format(PyExc_KeyError, "%s is missing", #name); \
   Py_INCREF(py_.name);
-  TAKE(describe) TAKE(meet) TAKE(hold_in_handler) TAKE(hold) TAKE(adopt) TAKE(pack) TAKE(settle) TAKE(decide)
+  TAKE(describe) TAKE(meet) TAKE(hold_in_handler) TAKE(hold) TAKE(pack) TAKE(settle) TAKE(decide)
   TAKE(note_holder) TAKE(is_trainable) TAKE(unpack) TAKE(run) TAKE(enter) TAKE(leave) TAKE(held)
-  TAKE(asked_by_function) TAKE(opened_parameter) TAKE(without_bits) TAKE(numerics) TAKE(Parameter) TAKE(RECOMPUTE)
+  TAKE(asked_by_function) TAKE(opened_parameter) TAKE(without_bits) TAKE(numerics) TAKE(copied) TAKE(Parameter) TAKE(RECOMPUTE)
   TAKE(SAVE) TAKE(SAVED) TAKE(OFFLOADED) TAKE(CUT) TAKE(EXTERNAL) TAKE(UNSEEN) TAKE(nothing)
 #undef TAKE
   install();
