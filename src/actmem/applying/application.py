@@ -15,10 +15,11 @@ from actmem.applying.broken_blocks import broken_notes
 from actmem.applying.rule_checks import check_rules
 from actmem.compilercompat import keep_graph_order
 from actmem.decisions import Decision
-from actmem.engine import BlockFamily, Compilation, UnseenFunctions, Verdicts, record_compiled_regions, resolve
+from actmem.engine import BlockFamily, Compilation, Tape, UnseenFunctions, Verdicts, record_compiled_regions, resolve
 from actmem.errors import ApplyError, ModeError, PlanError, StructureError
 from actmem.job_plan import JobPlan
 from actmem.modes import Budget, FromPlan, Mode, Selective
+from actmem.native import native_tape
 from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
@@ -41,6 +42,7 @@ _MODES: tuple[type, ...] = get_args(Mode)
 Engine = Literal["auto", "tape", "checkpoint"]
 Collectives = Literal["save", "recompute"]
 Opaque = Literal["hold", "replay"]
+Native = Literal["auto"] | bool
 
 
 class Applied:
@@ -170,6 +172,7 @@ def apply(
     step: Callable[[], object] | None = None,
     loss: Callable[[Any], Any] | None = None,
     fake: bool = True,
+    native: Native = False,
 ) -> Applied:
     """Change a model so that training holds only what a mode lets it hold. In place, reversible, names unchanged.
 
@@ -197,6 +200,8 @@ def apply(
         step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
         loss: a function of the output, for the same; by default `output.loss`.
         fake: profile on tensors without bytes, for the same. Otherwise real steps are run.
+        native: True has the tape's hot path run compiled, as `actmem native build` has built it; "auto" does where it
+            was built, and the report says which tape ran. Numbers and bytes are the same.
 
     Returns:
         The handle to print what was done, and to undo it.
@@ -216,6 +221,7 @@ def apply(
     """
     profiled = _Profiled(example, step, loss, fake)
     _validate(model, mode, engine, collectives, opaque, profiled)
+    tape = native_tape(native)
     if split is not None:
         check_split(split, with_plan=isinstance(mode, (Plan, FromPlan)))
     if isinstance(mode, Budget):
@@ -226,7 +232,7 @@ def apply(
     if collectives == "recompute":
         resolved = resolved._replace(plan=replace(resolved.plan, collectives=collectives))
     _refuse_reissued(resolved.plan, engine)
-    return _install(model, resolved, engine, opaque, loss)
+    return _install(model, resolved, engine, opaque, loss, tape)
 
 
 # ---------------------------------------------------------------- validate: refuse what cannot be
@@ -507,6 +513,7 @@ def _install(
     engine: Engine,
     opaque: Opaque,
     loss: Callable[[Any], Any] | None,
+    tape: type[Tape] | None,
 ) -> Applied:
     plan, blocks = resolved.plan, resolved.blocks
     head = None if plan.split is None else split_head(model, plan.split)
@@ -514,7 +521,7 @@ def _install(
     shared = SharedState(plan, model)
     unseen = UnseenFunctions(replay=opaque == "replay")
     compilation = Compilation({b.path: b.module for b in blocks}, shared.log)
-    shared.runners = _runners(resolved, engine, shared, compilation, offloader, unseen)
+    shared.runners = _runners(resolved, engine, shared, compilation, offloader, unseen, tape)
     undo: list[Callable[[], None]] = []
     if engine == "checkpoint":
         undo.append(keep_graph_order())
@@ -538,6 +545,7 @@ def _runners(
     compilation: Compilation,
     offloader: Offloader | None,
     unseen: UnseenFunctions,
+    tape: type[Tape] | None,
 ) -> tuple[BlockRunner, ...]:
     """Make a runner for each block. Blocks of one class for which the plan says the same are one family."""
     plan = resolved.plan
@@ -562,6 +570,7 @@ def _runners(
                 offload=plan.offload,
                 exact=plan.exact,
                 opaque=unseen,
+                native=tape,
             )
         )
     return tuple(runners)

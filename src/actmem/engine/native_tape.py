@@ -18,7 +18,7 @@ from actmem.engine.tape import HANDLES, Tape
 from actmem.engine.values import copied, without_bits
 from actmem.torchcompat import alias, alias_in_handler, numerics, opened_parameter
 
-__all__ = ["tape_class"]
+__all__ = ["native_tape_class"]
 
 
 def _described(func: Any) -> tuple[Any, ...]:
@@ -41,7 +41,7 @@ def _decide(tape: Any, operator: Any, out: Any) -> Any:
 
 
 @functools.cache
-def tape_class(core: ModuleType) -> type[Tape]:
+def native_tape_class(core: ModuleType) -> type[Tape]:
     """Return the class of tapes that a loaded core records for."""
     given: dict[str, Any] = {
         "describe": _described,
