@@ -24,6 +24,7 @@
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -122,6 +123,7 @@ struct WithoutGIL {
 // ---------------------------------------------------------------------------------------------------- the types
 
 struct Operator {  // what `engine.operators.Operator` says of one
+  c10::OperatorHandle handle;
   Ref python;      // that object
   Ref func;
   bool view = false, sets_bits = false, plain = false, may_alias = false, fills_saved = false, numerics = false;
@@ -151,7 +153,6 @@ struct Reference {
 
 struct Node {
   PyObject_HEAD
-  const c10::OperatorHandle* op;
   const Operator* description;
   std::vector<IValue> args;  // with None for each tensor, and for each list that has one
   std::vector<std::pair<int, std::pair<size_t, bool>>> lists;  // argument, length, whether of optional tensors
@@ -349,7 +350,7 @@ PyObject* dtype_object(at::ScalarType dtype) {
 }
 
 Ref position(const Node* n, int argument) {  // a number, or the name of one that is given by name only
-  const auto& a = n->op->schema().arguments()[argument];
+  const auto& a = n->description->handle.schema().arguments()[argument];
   return checked(a.kwarg_only() ? PyUnicode_FromString(a.name().c_str()) : PyLong_FromLong(argument));
 }
 
@@ -383,7 +384,7 @@ PyObject* get_args(PyObject* self, void*) {
     auto* n = reinterpret_cast<Node*>(self);
     Ref made = checked(PyList_New(0));
     for (size_t i = 0; i < n->args.size(); i++)
-      if (!n->op->schema().arguments()[i].kwarg_only() &&
+      if (!n->description->handle.schema().arguments()[i].kwarg_only() &&
           PyList_Append(made.get(), argument_object(n, i).get()) < 0)
         raise();
     return made.release();
@@ -395,7 +396,7 @@ PyObject* get_kwargs(PyObject* self, void*) {
     auto* n = reinterpret_cast<Node*>(self);
     Ref made = checked(PyDict_New());
     for (size_t i = 0; i < n->args.size(); i++) {
-      const auto& a = n->op->schema().arguments()[i];
+      const auto& a = n->description->handle.schema().arguments()[i];
       if (a.kwarg_only() && PyDict_SetItemString(made.get(), a.name().c_str(), argument_object(n, i).get()) < 0)
         raise();
     }
@@ -769,7 +770,7 @@ const Operator* describe(const c10::OperatorHandle& op) {
   WithGIL gil;
   auto& o = (*known)[op];
   if (!o) {
-    auto made = std::make_unique<Operator>();
+    auto made = std::make_unique<Operator>(Operator{op});
     made->func = Ref::of(torch::detail::getTorchApiFunction(op).ptr());
     Ref told = call(py_.describe, made->func.get());  // (operator, view, bits, plain, alias, fills, numerics, in_place, dropout)
     auto flag = [&](int i) { return PyObject_IsTrue(PyTuple_GET_ITEM(told.get(), i)) == 1; };
@@ -782,19 +783,22 @@ const Operator* describe(const c10::OperatorHandle& op) {
   return near[op] = o.get();
 }
 
+// Numbers come as tensors that say so, and Python sees them as numbers.
+bool is_tensor(const IValue& x) {
+  return x.isTensor() && x.toTensor().defined() && !x.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
+}
+
 // Calls `f(argument, item, tensor)` for every tensor, in order, until one returns false.
 template <class F>
 bool each_tensor(const IValue* args, size_t n, F f) {
   for (size_t i = 0; i < n; i++) {
     const IValue& a = args[i];
-    if (a.isTensor()) {
-      if (a.toTensor().defined() && !f(static_cast<int>(i), -1, a.toTensor())) return false;
+    if (is_tensor(a)) {
+      if (!f(static_cast<int>(i), -1, a.toTensor())) return false;
     } else if (a.isList()) {
       auto items = a.toListRef();
       for (size_t j = 0; j < items.size(); j++)
-        if (items[j].isTensor() && items[j].toTensor().defined() &&
-            !f(static_cast<int>(i), static_cast<int>(j), items[j].toTensor()))
-          return false;
+        if (is_tensor(items[j]) && !f(static_cast<int>(i), static_cast<int>(j), items[j].toTensor())) return false;
     }
   }
   return true;
@@ -866,14 +870,14 @@ PyObject* kept(Tape* t, const Operator* o, const torch::jit::Stack& stack, size_
   return why;
 }
 
-Ref record_call(Tape* t, const c10::OperatorHandle& op, const Operator* o, std::vector<IValue>&& args, Ref& debts) {
+Ref record_call(Tape* t, const Operator* o, std::vector<IValue>&& args, Ref& debts) {
   auto* n = PyObject_New(Node, &NodeType);
   if (!n) raise();
   new (&n->args) std::vector<IValue>();
   new (&n->lists) decltype(n->lists)();
   new (&n->refs) std::vector<Reference>();
   new (&n->outs) decltype(n->outs)();
-  n->op = &op, n->description = o, n->has_flags = o->numerics, n->flags = 0;
+  n->description = o, n->has_flags = o->numerics, n->flags = 0;
   n->in_place = o->in_place;
   new (&n->device) c10::Device(c10::kCPU);
   Ref node(reinterpret_cast<PyObject*>(n));
@@ -928,7 +932,7 @@ void record(Tape* t, const c10::OperatorHandle& op, const Operator* o, std::vect
     return true;
   });
   if (made.empty()) return;
-  if (!why) node = record_call(t, op, o, std::move(args), debts);
+  if (!why) node = record_call(t, o, std::move(args), debts);
   auto* n = reinterpret_cast<Node*>(node.get());
   bool several = made.size() > 1 || made[0].first != 0;
   for (auto& [where, out] : made) {
@@ -943,7 +947,7 @@ void record(Tape* t, const c10::OperatorHandle& op, const Operator* o, std::vect
 
 // What an operator in place is about to overwrite, if this file knows what to do: recorded here, and held by nobody.
 Ref overwritten(Tape* t, const Operator* o, const IValue* args) {
-  if (!args[0].isTensor()) return Ref();
+  if (!is_tensor(args[0])) return Ref();
   const Tensor& a = args[0].toTensor();
   StorageImpl* storage = storage_of(a);
   Ref old = found_in(t, storage);
@@ -1004,23 +1008,27 @@ struct Interpreter final : c10::impl::PyInterpreterVTable {
       WithoutMode on_its_own;
       return op.callBoxed(stack);
     }
+    WithoutMode on_its_own;
     if (PyList_GET_SIZE(t->provisional) || PyList_GET_SIZE(t->recent)) {
       WithGIL gil;
       if (PyList_GET_SIZE(t->provisional)) adopt(t, args, n);
       if (!o->fills_saved) PyList_SetSlice(t->recent, 0, PyList_GET_SIZE(t->recent), nullptr);
     }
-    if (o->in_place) return write(t, op, o, stack, n);
-    std::vector<IValue> given(args, args + n);
-    {
-      WithoutMode on_its_own;
-      op.callBoxed(stack);
+    if (o->in_place) {
+      if (write(t, op, o, stack, n)) return;
+      c10::impl::TorchDispatchModeTLS::push_non_infra_mode_onto_stack(on_its_own.mode);
+      auto back = c10::make_scope_exit([] { c10::impl::TorchDispatchModeTLS::pop_stack(); });
+      return theirs->dispatch(op, stack);
     }
+    std::vector<IValue> given(args, args + n);
+    op.callBoxed(stack);
     WithGIL gil;
     record(t, op, o, std::move(given), *stack);
     given.clear();
   }
 
-  void write(Tape* t, const c10::OperatorHandle& op, const Operator* o, torch::jit::Stack* stack, size_t n) const {
+  // Record and run an operator in place; false if Python has to.
+  static bool write(Tape* t, const c10::OperatorHandle& op, const Operator* o, torch::jit::Stack* stack, size_t n) {
     Ref node, debts;
     const IValue* args = stack->data() + stack->size() - n;
     Tensor written;
@@ -1028,19 +1036,23 @@ struct Interpreter final : c10::impl::PyInterpreterVTable {
       WithGIL gil;
       if (Ref old = overwritten(t, o, args)) {
         written = args[0].toTensor();
-        node = record_call(t, op, o, std::vector<IValue>(args, args + n), debts);
+        node = record_call(t, o, std::vector<IValue>(args, args + n), debts);
         if (PyDict_DelItem(t->values, key_of(storage_of(written)).get()) < 0) raise();
         set(native(old.get())->tensor, nullptr);  // `holding_rules.preserve`, for what nobody holds
       }
     }
-    if (!written.defined()) return theirs->dispatch(op, stack);
-    {
-      WithoutMode on_its_own;
+    if (!written.defined()) return false;
+    try {
       op.callBoxed(stack);
+    } catch (...) {
+      WithGIL gil;
+      node = debts = Ref();
+      throw;
     }
     WithGIL gil;
     record_version(t, written, std::move(node), debts);
     debts = Ref();
+    return true;
   }
 
   c10::intrusive_ptr<c10::TensorImpl> detach(const c10::TensorImpl* self) const override {
@@ -1287,7 +1299,7 @@ void run(Node* n, Value* wanted) {
   }
   {
     WithoutGIL others_may_run;
-    n->op->callBoxed(&stack);
+    n->description->handle.callBoxed(&stack);
   }
   if (written) return made(wanted, stack.back().toTensor());
   int slot = -1;
