@@ -19,7 +19,7 @@ from actmem.engine import BlockFamily, Compilation, Tape, UnseenFunctions, Verdi
 from actmem.errors import ApplyError, ModeError, PlanError, StructureError
 from actmem.job_plan import JobPlan
 from actmem.modes import Budget, FromPlan, Mode, Selective
-from actmem.native import native_tape
+from actmem.native import native_note, native_tape
 from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
@@ -58,6 +58,7 @@ class Applied:
         undo: Sequence[Callable[[], None]] = (),
         opaque: UnseenFunctions | None = None,
         head: SplitHead | None = None,
+        native: str | None = None,
     ) -> None:
         self.plan = plan
         """The resolved decision: print it, save it, read it back."""
@@ -68,6 +69,8 @@ class Applied:
         self._undo = list(undo)
         self._opaque = opaque
         self._head = head
+        self._native = native
+        """Which tape runs, for the report, if the native one was asked for."""
 
     def report(self) -> Report:
         """Report which engine ran, and what the latest observed step saved, recomputed, and could not replay. Print it.
@@ -117,6 +120,7 @@ class Applied:
         notes += broken_notes(self._runners)
         notes += [] if self._opaque is None else self._opaque.notes()
         notes += [] if self._head is None else self._head.notes()
+        notes += [] if self._native is None else [self._native]
         skipped = [s.path for s in self._runners if s.num_without_gradient and s.decisions is None]
         if skipped:
             notes.append(f"skipped, because no gradient flows through: {paths_of(tuple(skipped))}.")
@@ -221,7 +225,7 @@ def apply(
     """
     profiled = _Profiled(example, step, loss, fake)
     _validate(model, mode, engine, collectives, opaque, profiled)
-    tape = native_tape(native)
+    native_tape(native)  # refuse before anything is changed
     if split is not None:
         check_split(split, with_plan=isinstance(mode, (Plan, FromPlan)))
     if isinstance(mode, Budget):
@@ -232,7 +236,7 @@ def apply(
     if collectives == "recompute":
         resolved = resolved._replace(plan=replace(resolved.plan, collectives=collectives))
     _refuse_reissued(resolved.plan, engine)
-    return _install(model, resolved, engine, opaque, loss, tape)
+    return _install(model, resolved, engine, opaque, loss, native)
 
 
 # ---------------------------------------------------------------- validate: refuse what cannot be
@@ -513,8 +517,9 @@ def _install(
     engine: Engine,
     opaque: Opaque,
     loss: Callable[[Any], Any] | None,
-    tape: type[Tape] | None,
+    native: Native,
 ) -> Applied:
+    tape = native_tape(native)
     plan, blocks = resolved.plan, resolved.blocks
     head = None if plan.split is None else split_head(model, plan.split)
     offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
@@ -535,7 +540,7 @@ def _install(
         undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
     if head is not None:
         undo.append(head.remove)
-    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen, head)
+    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen, head, native_note(native, tape))
 
 
 def _runners(

@@ -22,6 +22,7 @@ __all__ = [
     "Largest",
     "Loading",
     "Measure",
+    "Native",
     "Planning",
     "Schema",
     "Show",
@@ -299,6 +300,17 @@ class Devices(Common):
 
 
 @dataclass(frozen=True)
+class Native(Common):
+    """Build the native core of the tape with the C++ compiler of this machine, check it, and keep it for native=True."""
+
+    action: Annotated[Positional[Literal["build"]], arg(help_behavior_hint="")]
+    """What to do: build."""
+    _: KW_ONLY
+    again: _Flag = False
+    """Build it even if it was built before for this torch, this Python and this version of actmem."""
+
+
+@dataclass(frozen=True)
 class Demo(Common):
     """Train a small model under several modes and plan a large one. Takes about half a minute."""
 
@@ -312,7 +324,20 @@ class Schema(Common):
 
 
 Command = (
-    Fit | Show | Measure | Verify | Largest | Export | Doctor | Explain | Snapshot | Record | Devices | Demo | Schema
+    Fit
+    | Show
+    | Measure
+    | Verify
+    | Largest
+    | Export
+    | Doctor
+    | Explain
+    | Snapshot
+    | Record
+    | Devices
+    | Native
+    | Demo
+    | Schema
 )
 
 COMMANDS: dict[str, type[Command]] = {
@@ -327,6 +352,7 @@ COMMANDS: dict[str, type[Command]] = {
     "snapshot": Snapshot,
     "record": Record,
     "devices": Devices,
+    "native": Native,
     "demo": Demo,
     "schema": Schema,
 }

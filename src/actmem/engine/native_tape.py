@@ -52,6 +52,7 @@ def native_tape_class(core: ModuleType) -> type[Tape]:
         "settle": _settle,
         "decide": _decide,
         "note_holder": holdings._note_holder,
+        "Holders": holdings._Holders,
         "is_trainable": Tape._is_trainable,
         "unpack": replay.unpack,
         "run": replay._run,

@@ -54,7 +54,7 @@ constexpr int64_t UNCHECKED = -1;
 
 // What this file calls, given by `configure`.
 struct {
-  PyObject *describe, *meet, *hold_in_handler, *hold, *pack, *settle, *decide, *note_holder, *is_trainable;
+  PyObject *describe, *meet, *hold_in_handler, *hold, *pack, *settle, *decide, *note_holder, *Holders, *is_trainable;
   PyObject *unpack, *run, *enter, *leave, *held, *asked_by_function, *opened_parameter, *without_bits, *numerics, *copied;
   PyObject *Parameter, *RECOMPUTE, *SAVE, *SAVED, *OFFLOADED, *CUT, *EXTERNAL, *UNSEEN, *nothing;
 } py_;
@@ -100,7 +100,16 @@ Ref call(PyObject* function, A... args) {
   return checked(PyObject_Vectorcall(function, given, sizeof...(A), nullptr));
 }
 
-Ref attribute(PyObject* object, const char* name) { return checked(PyObject_GetAttrString(object, name)); }
+struct Name {  // of an attribute
+  PyObject* text;
+  explicit Name(const char* letters) : text(PyUnicode_InternFromString(letters)) {}
+};
+
+#define ATTRIBUTE(of, name)                                  \
+  ([](PyObject* owner) {                                     \
+    static Name interned(#name);                             \
+    return checked(PyObject_GetAttr(owner, interned.text));  \
+  }(of))
 
 void set(PyObject*& field, PyObject* borrowed) {
   Py_XINCREF(borrowed);
@@ -160,6 +169,7 @@ struct Node {
   std::vector<std::pair<int, Ref>> outs;  // slot, and a weak reference to the value, if there are several
   uint64_t flags;
   bool has_flags;
+  uint64_t visit;  // of the walk that met it last
   bool in_place;  // writes its first argument; `outs` has that alone
   c10::Device device;  // where that is
 };
@@ -516,28 +526,28 @@ PyObject* new_tape(PyTypeObject* type, PyObject*, PyObject*) {
 
 bool is_on(PyObject* value, StorageImpl* storage) {
   if (Value* v = native(value)) return v->storage._unsafe_get_target() == storage;
-  Ref reference = attribute(value, "storage"), alive = call(reference.get());
+  Ref reference = ATTRIBUTE(value, storage), alive = call(reference.get());
   return THPStorage_Check(alive.get()) && THPStorage_Unpack(alive.get()).unsafeGetStorageImpl() == storage;
 }
 
 bool has_node(PyObject* value) {
   if (Value* v = native(value)) return v->node;
-  return attribute(value, "node").get() != Py_None;
+  return ATTRIBUTE(value, node).get() != Py_None;
 }
 
 int slot_of(PyObject* value) {
   if (Value* v = native(value)) return v->slot;
-  return static_cast<int>(PyLong_AsLong(attribute(value, "slot").get()));
+  return static_cast<int>(PyLong_AsLong(ATTRIBUTE(value, slot).get()));
 }
 
 bool is_held(PyObject* value) {
   if (Value* v = native(value)) return v->held.defined() || v->boxed;
-  return attribute(value, "held").get() != Py_None;
+  return ATTRIBUTE(value, held).get() != Py_None;
 }
 
 Ref debts_of(PyObject* value) {
   if (Value* v = native(value)) return Ref::of(v->debts);
-  Ref found = attribute(value, "debts");
+  Ref found = ATTRIBUTE(value, debts);
   return found.get() == Py_None ? Ref() : found;
 }
 
@@ -580,6 +590,15 @@ bool is_parameter(const Tensor& t) {
 bool same(const Tensor& t, const Dims& size, const Dims& stride, int64_t offset, at::ScalarType dtype) {
   return t.scalar_type() == dtype && t.storage_offset() == offset && t.sizes().equals(size) &&
       t.strides().equals(stride);
+}
+
+// The same, where nobody looks on: without the dispatcher.
+Tensor see_unwatched(const Tensor& base, const Dims& size, const Dims& stride, int64_t offset) {
+  c10::TensorImpl* from = base.unsafeGetTensorImpl();
+  Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(base.storage()), from->key_set(), from->dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
+  return made;
 }
 
 // Below autograd.
@@ -634,25 +653,29 @@ bool has_outer(const Tape* t) { return t->outer && t->outer != Py_None; }
 PyObject* as_object(Tape* t) { return reinterpret_cast<PyObject*>(t); }
 PyObject* as_object(Value* v) { return reinterpret_cast<PyObject*>(v); }
 
+const Name& holders_name() {
+  static Name name("_actmem_holders");
+  return name;
+}
+
 // `holdings._note_holder`
 void note_holder(PyObject* storage, PyObject* value) {
-  static PyObject* name = PyUnicode_InternFromString("_actmem_holders");
-  Ref holders(PyObject_GetAttr(storage, name));
+  Ref holders(PyObject_GetAttr(storage, holders_name().text));
   if (!holders) {
     PyErr_Clear();
-  } else {
-    Ref values = attribute(holders.get(), "values"), most = attribute(holders.get(), "most");
-    if (PyList_GET_SIZE(values.get()) < PyLong_AsSsize_t(most.get())) {
-      if (PyList_Append(values.get(), checked(PyWeakref_NewRef(value, nullptr)).get()) < 0) raise();
-      return;
-    }
+    holders = call(py_.Holders);
+    if (PyObject_SetAttr(storage, holders_name().text, holders.get()) < 0) raise();
   }
-  call(py_.note_holder, storage, value);
+  Ref values = ATTRIBUTE(holders.get(), values), most = ATTRIBUTE(holders.get(), most);
+  if (PyList_GET_SIZE(values.get()) >= PyLong_AsSsize_t(most.get()))
+    call(py_.note_holder, storage, value);  // looks for dead ones first
+  else if (PyList_Append(values.get(), checked(PyWeakref_NewRef(value, nullptr)).get()) < 0)
+    raise();
 }
 
 bool has_holders(const Tensor& t) {
   Ref storage = checked(THPStorage_Wrap(t.storage()));
-  return PyObject_HasAttrString(storage.get(), "_actmem_holders");
+  return PyObject_HasAttr(storage.get(), holders_name().text);
 }
 
 // `Holdings._hold`
@@ -788,6 +811,14 @@ bool is_tensor(const IValue& x) {
   return x.isTensor() && x.toTensor().defined() && !x.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
 }
 
+bool has_listed_number(const IValue* args, size_t n) {
+  for (size_t i = 0; i < n; i++)
+    if (args[i].isTensorList())
+      for (const auto& item : args[i].toListRef())
+        if (item.toTensor().defined() && !is_tensor(item)) return true;
+  return false;
+}
+
 // Calls `f(argument, item, tensor)` for every tensor, in order, until one returns false.
 template <class F>
 bool each_tensor(const IValue* args, size_t n, F f) {
@@ -834,7 +865,7 @@ void adopt(Tape* t, const IValue* args, size_t n) {
     return !left.empty();
   });
   for (auto& value : left) {  // what a Python Function saved comes unchanged
-    Ref held = attribute(value.get(), "held");
+    Ref held = ATTRIBUTE(value.get(), held);
     take(value.get(), THPVariable_Unpack(held.get()));
   }
 }
@@ -859,11 +890,11 @@ PyObject* kept(Tape* t, const Operator* o, const torch::jit::Stack& stack, size_
   PyObject* why = decision == py_.RECOMPUTE ? nullptr : decision == py_.SAVE ? py_.SAVED : py_.OFFLOADED;
   if (t->numbered && t->cut && t->cut != Py_None) {  // `Tape._in_cut`: no tape here is observed
     long long index = t->index++;
-    Ref funcs = attribute(t->cut, "funcs");
+    Ref funcs = ATTRIBUTE(t->cut, funcs);
     if (index >= PyTuple_GET_SIZE(funcs.get()) || PyTuple_GET_ITEM(funcs.get(), index) != o->func.get()) {
       set(t->cut, Py_None);
     } else {
-      Ref held = attribute(t->cut, "hold"), number = checked(PyLong_FromLongLong(index));
+      Ref held = ATTRIBUTE(t->cut, hold), number = checked(PyLong_FromLongLong(index));
       if (PyObject* cut = PyDict_GetItemWithError(held.get(), number.get())) why = cut;
     }
   }
@@ -878,7 +909,7 @@ Ref record_call(Tape* t, const Operator* o, std::vector<IValue>&& args, Ref& deb
   new (&n->refs) std::vector<Reference>();
   new (&n->outs) decltype(n->outs)();
   n->description = o, n->has_flags = o->numerics, n->flags = 0;
-  n->in_place = o->in_place;
+  n->in_place = o->in_place, n->visit = 0;
   new (&n->device) c10::Device(c10::kCPU);
   Ref node(reinterpret_cast<PyObject*>(n));
   each_tensor(args.data(), args.size(), [&](int argument, int item, const Tensor& a) {
@@ -945,6 +976,11 @@ void record(Tape* t, const c10::OperatorHandle& op, const Operator* o, std::vect
   }
 }
 
+void forget_recent(Tape* t, const Operator* o) {
+  Py_ssize_t n = PyList_GET_SIZE(t->recent);
+  if (n && !o->fills_saved) PyList_SetSlice(t->recent, 0, n, nullptr);
+}
+
 // What an operator in place is about to overwrite, if this file knows what to do: recorded here, and held by nobody.
 Ref overwritten(Tape* t, const Operator* o, const IValue* args) {
   if (!is_tensor(args[0])) return Ref();
@@ -957,7 +993,7 @@ Ref overwritten(Tape* t, const Operator* o, const IValue* args) {
     return Ref();
   if (PyDict_GetItemWithError(t->known, o->python.get()) != py_.RECOMPUTE) return Ref();
   if (t->numbered && t->cut && t->cut != Py_None) {
-    Ref funcs = attribute(t->cut, "funcs"), held = attribute(t->cut, "hold");
+    Ref funcs = ATTRIBUTE(t->cut, funcs), held = ATTRIBUTE(t->cut, hold);
     Ref number = checked(PyLong_FromLongLong(t->index));
     if (t->index >= PyTuple_GET_SIZE(funcs.get()) || PyTuple_GET_ITEM(funcs.get(), t->index) != o->func.get() ||
         PyDict_GetItemWithError(held.get(), number.get()))
@@ -997,7 +1033,7 @@ struct Interpreter final : c10::impl::PyInterpreterVTable {
     const IValue* args = stack->data() + stack->size() - n;
     bool pure = o->plain || o->in_place || (o->dropout >= 0 && args[o->dropout].isDouble() && args[o->dropout].toDouble() == 0);
     bool simple = o->view || (pure && (t->paused || c10::typeMetaToScalarType(c10::get_default_dtype()) == t->dtype));
-    if (!simple ||
+    if (!simple || has_listed_number(args, n) ||
         !each_tensor(args, n, [&](int, int, const Tensor& a) {
           return o->view || t->paused ? !a.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python)
                                       : is_plain(a);
@@ -1009,10 +1045,9 @@ struct Interpreter final : c10::impl::PyInterpreterVTable {
       return op.callBoxed(stack);
     }
     WithoutMode on_its_own;
-    if (PyList_GET_SIZE(t->provisional) || PyList_GET_SIZE(t->recent)) {
+    if (PyList_GET_SIZE(t->provisional)) {
       WithGIL gil;
-      if (PyList_GET_SIZE(t->provisional)) adopt(t, args, n);
-      if (!o->fills_saved) PyList_SetSlice(t->recent, 0, PyList_GET_SIZE(t->recent), nullptr);
+      adopt(t, args, n);
     }
     if (o->in_place) {
       if (write(t, op, o, stack, n)) return;
@@ -1023,6 +1058,7 @@ struct Interpreter final : c10::impl::PyInterpreterVTable {
     std::vector<IValue> given(args, args + n);
     op.callBoxed(stack);
     WithGIL gil;
+    forget_recent(t, o);
     record(t, op, o, std::move(given), *stack);
     given.clear();
   }
@@ -1034,6 +1070,7 @@ struct Interpreter final : c10::impl::PyInterpreterVTable {
     Tensor written;
     {
       WithGIL gil;
+      forget_recent(t, o);
       if (Ref old = overwritten(t, o, args)) {
         written = args[0].toTensor();
         node = record_call(t, o, std::vector<IValue>(args, args + n), debts);
@@ -1186,14 +1223,10 @@ Tensor intact(PyObject* value) {
 
 using Order = std::vector<std::pair<Ref, Ref>>;  // value, node
 
-// The values that a node reads.
+// The values that a node of the Python tape reads.
 std::vector<Ref> read_by(PyObject* node) {
   std::vector<Ref> found;
-  if (Py_TYPE(node) == &NodeType) {
-    for (auto& r : reinterpret_cast<Node*>(node)->refs) found.push_back(r.value);
-    return found;
-  }
-  Ref refs = attribute(node, "refs");
+  Ref refs = ATTRIBUTE(node, refs);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(refs.get()); i++) {
     PyObject* value = PyTuple_GET_ITEM(PyList_GET_ITEM(refs.get(), i), 2);
     if (value != Py_None) found.push_back(Ref::of(value));
@@ -1203,13 +1236,13 @@ std::vector<Ref> read_by(PyObject* node) {
 
 Ref node_of(PyObject* value) {
   if (Value* v = native(value)) return Ref::of(v->node);
-  Ref found = attribute(value, "node");
+  Ref found = ATTRIBUTE(value, node);
   return found.get() == Py_None ? Ref() : found;
 }
 
 bool is_boxed(PyObject* value) {
   if (Value* v = native(value)) return v->boxed;
-  Ref held = attribute(value, "held");
+  Ref held = ATTRIBUTE(value, held);
   return held.get() != Py_None && !THPVariable_Check(held.get());
 }
 
@@ -1217,37 +1250,48 @@ bool is_boxed(PyObject* value) {
 bool replay_order(PyObject* value, Order& order) {
   struct Frame {
     Ref value, node;
-    std::vector<Ref> reads;
+    std::vector<Ref> reads;  // of a node of the Python tape
     size_t next = 0;
+
+    PyObject* read() {
+      if (Py_TYPE(node.get()) != &NodeType) return next < reads.size() ? reads[next++].get() : nullptr;
+      auto& refs = reinterpret_cast<Node*>(node.get())->refs;
+      return next < refs.size() ? refs[next++].value.get() : nullptr;
+    }
   };
+  static uint64_t visits = 0;
+  uint64_t visit = ++visits;
   std::vector<Frame> stack;
   std::unordered_set<PyObject*> seen;
-  auto push = [&](const Ref& v, Ref node) {
-    seen.insert(node.get());
-    auto reads = read_by(node.get());
-    stack.push_back({v, std::move(node), std::move(reads)});
+  auto is_new = [&](PyObject* node) {
+    if (Py_TYPE(node) != &NodeType) return seen.insert(node).second;
+    return std::exchange(reinterpret_cast<Node*>(node)->visit, visit) != visit;
+  };
+  auto push = [&](PyObject* v, Ref node) {
+    std::vector<Ref> reads;
+    if (Py_TYPE(node.get()) != &NodeType) reads = read_by(node.get());
+    stack.push_back({Ref::of(v), std::move(node), std::move(reads)});
   };
   Ref first = node_of(value);
   if (!first) return false;
-  push(Ref::of(value), std::move(first));
+  is_new(first.get());
+  push(value, std::move(first));
   while (!stack.empty()) {
-    Frame& frame = stack.back();
     bool deeper = false;
-    while (frame.next < frame.reads.size()) {
-      Ref parent = frame.reads[frame.next++];
-      if (is_held(parent.get())) {
-        if (is_boxed(parent.get())) return false;
+    while (PyObject* parent = stack.back().read()) {
+      if (is_held(parent)) {
+        if (is_boxed(parent)) return false;
         continue;
       }
-      Ref node = node_of(parent.get());
+      Ref node = node_of(parent);
       if (!node) return false;
-      if (seen.count(node.get())) continue;
+      if (!is_new(node.get())) continue;
       push(parent, std::move(node));
       deeper = true;
       break;
     }
     if (deeper) continue;
-    order.emplace_back(std::move(frame.value), std::move(frame.node));
+    order.emplace_back(std::move(stack.back().value), std::move(stack.back().node));
     stack.pop_back();
   }
   std::reverse(order.begin(), order.end());
@@ -1278,6 +1322,8 @@ void run(Node* n, Value* wanted) {
   }
   // The call must write and read a written value in one place: its tensors may share a storage.
   PyObject* written = n->in_place ? n->refs[0].value.get() : nullptr;
+  bool watched = written || c10::impl::TorchDispatchModeTLS::stack_len();
+  int64_t num_elements = 0;
   Tensor fresh;
   if (written) {
     auto num_refs = std::count_if(n->refs.begin(), n->refs.end(), [&](auto& r) { return r.value.get() == written; });
@@ -1288,8 +1334,12 @@ void run(Node* n, Value* wanted) {
   }
   for (auto& r : n->refs) {
     Tensor base = r.value.get() == written && written ? fresh : intact(r.value.get());
+    num_elements += c10::multiply_integers(r.size);
     TORCH_CHECK(base.defined(), "nothing holds a value that a replay needs. This is a defect of actmem: please report it.");
-    Tensor tensor = see(base, r.size, r.stride, r.offset, r.dtype);
+    bool quick = !watched && is_plain(base, true) && base.scalar_type() == r.dtype &&
+        !same(base, r.size, r.stride, r.offset, r.dtype);
+    Tensor tensor = quick ? see_unwatched(base, r.size, r.stride, r.offset)
+                          : see(base, r.size, r.stride, r.offset, r.dtype);
     if (r.item < 0)
       stack[r.argument] = std::move(tensor);
     else if (stack[r.argument].isTensorList())
@@ -1297,7 +1347,9 @@ void run(Node* n, Value* wanted) {
     else
       stack[r.argument].toOptionalTensorList().set(r.item, std::move(tensor));
   }
-  {
+  if (num_elements < 16384) {  // done before another thread could take over
+    n->description->handle.callBoxed(&stack);
+  } else {
     WithoutGIL others_may_run;
     n->description->handle.callBoxed(&stack);
   }
@@ -1331,7 +1383,7 @@ struct Replaying {
 
 struct Locked {
   Ref lock;
-  explicit Locked(PyObject* tape) : lock(attribute(tape, "lock")) {
+  explicit Locked(PyObject* tape) : lock(ATTRIBUTE(tape, lock)) {
     static PyObject* acquire = PyUnicode_InternFromString("acquire");
     checked(PyObject_CallMethodNoArgs(lock.get(), acquire));
   }
@@ -1409,7 +1461,7 @@ PyObject* configure(PyObject*, PyObject* given) {
   if (!py_.name) return PyErr_Format(PyExc_KeyError, "%s is missing", #name); \
   Py_INCREF(py_.name);
   TAKE(describe) TAKE(meet) TAKE(hold_in_handler) TAKE(hold) TAKE(pack) TAKE(settle) TAKE(decide)
-  TAKE(note_holder) TAKE(is_trainable) TAKE(unpack) TAKE(run) TAKE(enter) TAKE(leave) TAKE(held)
+  TAKE(note_holder) TAKE(Holders) TAKE(is_trainable) TAKE(unpack) TAKE(run) TAKE(enter) TAKE(leave) TAKE(held)
   TAKE(asked_by_function) TAKE(opened_parameter) TAKE(without_bits) TAKE(numerics) TAKE(copied) TAKE(Parameter) TAKE(RECOMPUTE)
   TAKE(SAVE) TAKE(SAVED) TAKE(OFFLOADED) TAKE(CUT) TAKE(EXTERNAL) TAKE(UNSEEN) TAKE(nothing)
 #undef TAKE

@@ -28,7 +28,7 @@ from actmem.engine import Tape, native_tape_class
 from actmem.errors import ModeError, UnsupportedError
 from actmem.native.core_check import difference
 
-__all__ = ["Built", "build", "native_tape"]
+__all__ = ["Built", "build", "native_note", "native_tape"]
 
 _SOURCE = Path(__file__).with_name("core.cpp")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
@@ -98,6 +98,15 @@ def native_tape(asked: bool | str) -> type[Tape] | None:
         f"{sys.version.split()[0]}: {library} is not there. Build it, which takes about half a minute: {_COMMAND}; or "
         "write native='auto', which takes the Python tape until then."
     )
+
+
+def native_note(asked: bool | str, tape: type[Tape] | None) -> str | None:
+    """Say which tape runs, for the report, if the native one was asked for."""
+    if asked is False:
+        return None
+    if tape is None:
+        return f"native = 'auto': the Python tape runs, because no native core was built. Build it: {_COMMAND}."
+    return "the native tape runs; the Python tape runs the calls that are observed or offload."
 
 
 def _library() -> Path:
