@@ -22,12 +22,14 @@ __all__ = [
     "Compiler",
     "begin_versions",
     "break_graph",
+    "call_past",
     "compile_with",
     "compiled_functions",
     "compiler_budget",
     "compiler_of",
     "compiles_never",
     "graph_breaks",
+    "has_hooks",
     "innermost_backend",
     "is_compiled_backward",
     "is_compiled_function",
@@ -36,6 +38,8 @@ __all__ = [
     "many_graphs",
     "on_compiled_function",
     "on_partition",
+    "replace_call",
+    "replaced_call",
     "saved_by_partitioner",
     "seen_region",
     "set_compiler_budget",
@@ -252,6 +256,29 @@ def compiler_of(module: torch.nn.Module) -> Compiler | None:
         backend = backend._torchdynamo_orig_backend
     name: str = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
     return Compiler(name, backend, getattr(context, "_dynamic", None))
+
+
+def replace_call(module: Any, call: Callable[..., Any]) -> Callable[[], None]:
+    """Have a module's `__call__` ask this first; return what undoes it. Copies and pickles do not carry it over."""
+    before = module._compiled_call_impl
+    module._compiled_call_impl = call
+    return lambda: setattr(module, "_compiled_call_impl", before)
+
+
+def replaced_call(module: torch.nn.Module) -> Any:
+    """Return what a module's `__call__` asks first, if anything."""
+    return vars(module).get("_compiled_call_impl")
+
+
+def call_past(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module past what `replace_call` or `module.compile()` has put before it."""
+    return module._call_impl(*args, **kwargs)
+
+
+def has_hooks(module: Any) -> bool:
+    """Return whether hooks run when the module is called."""
+    before, after = ("_forward_pre_hooks", "_backward_pre_hooks"), ("_forward_hooks", "_backward_hooks")
+    return any(len(getattr(module, name)) > 0 for name in (*before, *after))
 
 
 def compile_with(function: types.FunctionType, compiler: Compiler) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol, cast
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from actmem.errors import UnsupportedError
@@ -18,6 +19,7 @@ from actmem.torchcompat import without_fake_mode
 __all__ = [
     "PipelineWatcher",
     "as_in_training",
+    "exchanged_rows",
     "held_messages",
     "link_traffic",
     "place_in",
@@ -270,6 +272,21 @@ class _Held:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+
+def exchanged_rows(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send rows to each rank of a group, in order, and return those that they send, as autograd can follow it.
+
+    Args:
+        rows: what to send.
+        received: how many rows each rank sends.
+        sent: how many of the rows go to each rank.
+        group: the ranks.
+    """
+    from torch.distributed import _functional_collectives
+
+    private: Any = _functional_collectives
+    return private.all_to_all_single_autograd(rows, received, sent, group)
 
 
 def place_in(group: Any) -> tuple[tuple[int, ...], int]:

@@ -2,11 +2,16 @@
 
 A room whose parts cost different amounts to import (torch, the solver, the page's libraries) gives its names out one by
 one: `import actmem` loads no torch, and `actmem explain` answers without it.
+
+Importing makes many objects that stay, which would start Python's collector: it walks through all of torch, longer than
+the import itself takes.
 """
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from sys import modules
+
+from actmem.collector import uncollected
 
 __all__ = ["on_first_use"]
 
@@ -28,6 +33,7 @@ def on_first_use(
     home = {name: module for module, names in homes.items() for name in names.split()}
     inside = rooms.split()
 
+    @uncollected()
     def get(name: str) -> object:
         if name in inside:
             return import_module(f"{room}.{name}")

@@ -67,6 +67,14 @@ class ExpertCounts:
         """The number of ranks that have counts of their own; 1 if all have the same."""
         return len(self.table[0])
 
+    def of_layers(self, begin: int, end: int) -> ExpertCounts:
+        """Return the counts of some of the layers that route; the same ones if all layers have the same.
+
+        >>> ExpertCounts([[[20, 12]], [[4, 28]], [[16, 16]]]).of_layers(1, 3).table
+        (((4, 28),), ((16, 16),))
+        """
+        return self if len(self.table) == 1 else ExpertCounts(self.table[begin:end])
+
     @classmethod
     def read(cls, path: str | Path) -> ExpertCounts:
         """Read counts from a JSON file: nested lists, as the class takes them.
@@ -121,10 +129,15 @@ class ExpertLoads:
         """The rank that receives the most rows; the first of them."""
         return self.ranks[self.rows.index(max(self.rows))]
 
+    def shifted(self, ranks: int) -> ExpertLoads:
+        """Return the same loads on ranks whose numbers are larger by so many."""
+        return ExpertLoads(tuple(n + ranks for n in self.ranks), self.rows, self.rank + ranks)
+
     def __str__(self) -> str:
         here = f"rank {self.rank} receives {self.rows[self.ranks.index(self.rank)]:,} rows"
         if self.rank == self.hottest:
-            return f"{here}, the most in its group of {len(self.ranks)}"
+            first = "" if self.rank == self.ranks[0] else f"; rank {self.ranks[0]}, {self.rows[0]:,}"
+            return f"{here}, the most in its group of {len(self.ranks)}{first}"
         return f"{here}; rank {self.hottest}, the hottest of its group of {len(self.ranks)}, {max(self.rows):,}"
 
 

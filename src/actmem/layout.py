@@ -12,7 +12,16 @@ from typing import Any, NamedTuple, cast
 from actmem.errors import ModeError
 from actmem.ops import did_you_mean
 
-__all__ = ["SCHEDULES", "Coordinates", "Layout", "Limits", "ScheduleKind", "checked_layout", "layers_of_stages"]
+__all__ = [
+    "SCHEDULES",
+    "Coordinates",
+    "Layout",
+    "Limits",
+    "ScheduleKind",
+    "checked_layout",
+    "layers_of_stages",
+    "nearest_layout",
+]
 
 
 @dataclass(frozen=True)
@@ -222,6 +231,15 @@ def checked_layout(layout: Layout, limits: Limits) -> Layout:
     return layout
 
 
+def nearest_layout(layout: Layout, limits: Limits) -> Layout:
+    """Return the nearest layout that a model permits: the layout itself if it does.
+
+    >>> nearest_layout(Layout(tp=16), Limits(tp_divides=(("heads", 8),)))
+    Layout(dp_shard=2, tp=8)
+    """
+    return Layout(**_nearest(asdict(layout), limits))
+
+
 def layers_of_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Divide the layers of a model over the stages of a pipeline; the embedding and the head count as one layer each.
 
@@ -282,13 +300,16 @@ class _Mistake(NamedTuple):
 
 def _raise_first(given: dict[str, Any], limits: Limits) -> None:
     first = next(_mistakes(given, limits), None)
-    if first is None:
-        return
+    if first is not None:
+        raise ModeError(f"{first.text}\nThe nearest possible layout: {_written(_nearest(given, limits))}")
+
+
+def _nearest(given: dict[str, Any], limits: Limits) -> dict[str, Any]:
     nearest = dict(given)
     for _ in range(_MANY):
         found = next(_mistakes(nearest, limits), None)
         if found is None:
-            raise ModeError(f"{first.text}\nThe nearest possible layout: {_written(nearest)}")
+            return nearest
         nearest |= found.change
     raise AssertionError(f"no layout near {_written(given)} is possible")
 
@@ -306,19 +327,7 @@ def _mistakes(given: dict[str, Any], limits: Limits) -> Iterator[_Mistake]:
             tp = given["tp"]
             text = f"tp = {tp} is not possible: the model has {number} {what}, which {tp} does not divide."
             yield _Mistake(text, _moved(given, "tp", math.gcd(number, tp)))
-    parts = given["cp"] * (given["tp"] if given["sequence_parallel"] else 1)
-    if limits.sequence is not None and limits.sequence % parts:
-        name = "cp" if limits.sequence % given["cp"] else "tp"
-        what = (
-            "the sequence"
-            if name == "cp" or given["cp"] == 1
-            else f"the part of the sequence that cp = {given['cp']} leaves"
-        )
-        length = limits.sequence if name == "cp" else limits.sequence // given["cp"]
-        text = (
-            f"{name} = {given[name]} is not possible: {what} has {length} tokens, which {given[name]} does not divide."
-        )
-        yield _Mistake(text, _moved(given, name, math.gcd(length, given[name])))
+    yield from _sequence_mistakes(given, limits.sequence)
     if limits.num_experts == 0 and given["ep"] > 1:
         yield _Mistake(f"ep = {given['ep']} is not possible: the model has no experts.", {"ep": 1})
     elif limits.num_experts and limits.num_experts % given["ep"]:
@@ -332,6 +341,23 @@ def _mistakes(given: dict[str, Any], limits: Limits) -> Iterator[_Mistake]:
             f"{ranks}."
         )
         yield _Mistake(text, {"ep": math.gcd(ranks, given["ep"])})
+
+
+def _sequence_mistakes(given: dict[str, Any], sequence: int | None) -> Iterator[_Mistake]:
+    if sequence is None:
+        return
+    cp, tp = given["cp"], given["tp"]
+    if cp > 1 and sequence % (2 * cp):
+        text = (
+            f"cp = {cp} is not possible: the sequence has {sequence} tokens, which {2 * cp} does not divide. Each rank "
+            "has two pieces of it, one from the front and one from the end."
+        )
+        yield _Mistake(text, _moved(given, "cp", math.gcd(sequence // 2, cp) if sequence % 2 == 0 else 1))
+    elif given["sequence_parallel"] and sequence // cp % tp:
+        what = "the sequence" if cp == 1 else f"the part of the sequence that cp = {cp} leaves"
+        length = sequence // cp
+        text = f"tp = {tp} is not possible: {what} has {length} tokens, which {tp} does not divide."
+        yield _Mistake(text, _moved(given, "tp", math.gcd(length, tp)))
 
 
 def _pipeline_mistakes(given: dict[str, Any], limits: Limits) -> Iterator[_Mistake]:

@@ -8,6 +8,9 @@ offloads comes on top, and `simulation.simulate`, the one walk through the log u
 Each kind of entry is a class, and its `verb` is its name in a file. They are dataclasses and not named tuples, because
 equal numbers must not make a pack equal to a drop. The walk that is run most often asks for `type(entry)` once and
 looks it up in a table: a `match` takes more than twice as long, as it asks for one class after the other.
+
+Nothing changes an entry once it is made. They are not declared `frozen`, because making one would take seven times as
+long, and a large model has a hundred thousand of them.
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ class LayerEntry(Entry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class OpRan(OperatorEntry):
     """An operator ran that no tape records."""
 
@@ -113,7 +116,7 @@ class OpRan(OperatorEntry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class CallRan(LayerEntry, OperatorEntry):
     """An operator of a block's forward ran, which the tape records as the layer's call `index`."""
 
@@ -134,7 +137,7 @@ class CallRan(LayerEntry, OperatorEntry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Entered(LiveEntry):
     """A block's forward begins."""
 
@@ -144,7 +147,7 @@ class Entered(LiveEntry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Left(LiveEntry):
     """A block's forward is over."""
 
@@ -154,7 +157,7 @@ class Left(LiveEntry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Packed(LayerEntry):
     """Autograd saved a value of a block: the handle `index`."""
 
@@ -164,7 +167,7 @@ class Packed(LayerEntry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Unpacked(LayerEntry, LiveEntry):
     """A backward step asked for the handle `index`."""
 
@@ -183,7 +186,7 @@ class Unpacked(LayerEntry, LiveEntry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Dropped(LayerEntry):
     """Nobody has the handle `index` any more, nor what was unpacked from it."""
 
@@ -193,7 +196,7 @@ class Dropped(LayerEntry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Loosened(LayerEntry):
     """Autograd let go of the handle `index` before what was unpacked from it is gone."""
 
@@ -203,7 +206,7 @@ class Loosened(LayerEntry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class GivenGone(LayerEntry):
     """What the layer gave in unpack `index` by a Python Function is gone."""
 
@@ -213,7 +216,7 @@ class GivenGone(LayerEntry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class TensorGone(LayerEntry):
     """In forward: the tensor `index` is gone, and what lies on its storage is not."""
 
@@ -223,7 +226,7 @@ class TensorGone(LayerEntry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class StorageDied(Entry):
     """The program let go of a storage that a block made or read."""
 
@@ -232,7 +235,7 @@ class StorageDied(Entry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class PhaseBegan(LiveEntry):
     """A backward pass begins, or is over; in a step of the user's own loop also an optimizer's step."""
 
@@ -244,7 +247,7 @@ class PhaseBegan(LiveEntry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class GradientsCounted(LiveEntry):
     """In a step of the user's own loop: so many bytes of gradients there are from here on."""
 

@@ -7,7 +7,7 @@ compare by value, and print as the line of code that creates them.
 import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
-from typing import cast
+from typing import Any, cast
 
 from actmem.allocator import AllocatorSettings
 from actmem.decision_rules import TARGETS, Rule, Slices, check_rules, check_target
@@ -272,8 +272,9 @@ class Budget:
     """The device to plan for, such as "h100-80gb". None: this machine."""
     offload: str | Offload | None = None
     """"host" or "disk", or an `Offload`, if values may be offloaded."""
-    optimizer: str | None = "adamw"
-    """The optimizer to count: "adamw", "adamw_fused", "adam" or "sgd"; None counts none."""
+    optimizer: Any = "adamw"
+    """The optimizer to count: "adamw", "adamw_fused", "adam" or "sgd", an optimizer, or a function of the parameters
+    that makes one; None counts none."""
     microbatches: int = 1
     """The number of batches that gradients are accumulated over."""
     compiled: bool | Compiled | None = None
@@ -381,16 +382,32 @@ Mode = SaveEverything | Full | Selective | Targets | Rules | OffloadActivations 
 """What `apply` takes, besides a Plan."""
 
 
-def check_optimizer(name: object) -> None:
-    """Accept one of `OPTIMIZERS`, or None.
+def check_optimizer(optimizer: object, *, names_only: str = "") -> None:
+    """Accept one of `OPTIMIZERS`, an optimizer, a function that makes one, or None.
+
+    Args:
+        optimizer: what was given.
+        names_only: why only a name is accepted, if that is so.
 
     Raises:
         ModeError: otherwise.
     """
-    if name not in (None, *OPTIMIZERS):
+    if isinstance(optimizer, str) or optimizer is None:
+        if optimizer not in (None, *OPTIMIZERS):
+            raise ModeError(
+                f"optimizer = {optimizer!r} is not known. Permitted: {', '.join(OPTIMIZERS)}; an optimizer, or a "
+                "function of the parameters that makes one, such as torch.optim.Adafactor; None not to count it, for "
+                "example because its state is kept elsewhere."
+            )
+        return
+    if names_only:
         raise ModeError(
-            f"optimizer = {name!r} is not known. Permitted: {', '.join(OPTIMIZERS)}; None not to count it, for example "
-            "because its state is kept elsewhere."
+            f"optimizer = {optimizer!r} is not permitted here: {names_only}. Name one of: {', '.join(OPTIMIZERS)}."
+        )
+    if not callable(optimizer) and not hasattr(optimizer, "param_groups"):
+        raise ModeError(
+            f"optimizer = {optimizer!r} is not an optimizer. Expected a name, one of {', '.join(OPTIMIZERS)}; an "
+            "optimizer; or a function of the parameters that makes one, such as torch.optim.Adafactor."
         )
 
 

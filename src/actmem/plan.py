@@ -61,7 +61,7 @@ class FitRecord:
     """The number of ranks that parameters, gradients and optimizer state are sharded over."""
     routing: str = "none"
     """How tokens were assumed to be spread over the experts: "balanced", "worst", "quantile 0.99", "measured", "real";
-    "none" without routing."""
+    "any" if the peak holds for every spread, "none" without routing."""
     experts: str = ""
     """Of a rank that exchanges tokens with others: how many rows it receives, and which rank receives the most."""
     modules: str = ""
@@ -129,7 +129,7 @@ class Plan:
     @property
     def bitwise(self) -> bool:
         """Whether losses and gradients are bitwise those of plain training. A split adds sums in another order."""
-        return self.split is None
+        return self.split is None or self.split.exact
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(check_rules(self.rules)))
@@ -161,7 +161,8 @@ class Plan:
         if self.collectives == "recompute":
             lines.append("collectives: run again where the rules recompute, on every rank of a group alike")
         if self.split is not None:
-            lines.append(f"in pieces: {self.split!r}; sums over tokens are added in another order")
+            order = "the same" if self.split.exact else "another"
+            lines.append(f"in pieces: {self.split!r}; sums over tokens are added in {order} order")
         if self.predicted is not None:
             lines += _foretold(self.predicted)
             if [rule.decision for rule in self.rules] == [Decision.SAVE]:

@@ -1,7 +1,8 @@
 """Settings of offloading and of compilation, without torch."""
 
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal, cast
 
 from actmem.errors import ModeError
@@ -132,12 +133,14 @@ class Compiled:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Split:
     """What is computed in pieces of tokens, because no decision about blocks lowers it.
 
     >>> Split(loss=16)
-    Split(loss=16, head=None)
+    Split(loss=16)
+    >>> Split(loss="auto", parts={"mlp": 8})
+    Split(loss='auto', parts={'mlp': 8})
 
     Raises:
         ModeError: if a field has a value that is not permitted.
@@ -145,17 +148,49 @@ class Split:
 
     __pydantic_config__: ClassVar[dict[str, bool | str]] = STRICT
 
-    loss: int | Literal["auto"]
+    loss: int | Literal["auto"] | None = None
     """Into how many chunks of tokens the logits and the loss are divided. `auto`: chunks of about the bytes of the
-    head's input."""
+    head's input. None: they are not."""
+    parts: dict[str, int] = field(default_factory=dict[str, int], hash=False)
+    """Parts of each block that treat every token by itself -> in how many pieces of tokens they run, forward and
+    backward. A part is a target such as `mlp` or `routed_experts`, or a glob over module paths."""
     head: str | None = None
     """The module that makes the logits. None: it is found."""
+    gradients: Literal["forward", "backward"] = "forward"
+    """When the gradients of a loss are found: together with it, chunk by chunk, or in the backward pass, for which the
+    logits of each chunk are computed a second time. The first is faster; the second holds no gradient of the head
+    between the two, and permits several backward passes."""
+    exact: bool = False
+    """Keep the order of every sum, so that training stays bitwise what it was. It is refused where a weight of the head
+    or of a part takes a gradient, which is a sum over tokens; adapters on a frozen model need none there."""
 
     def __post_init__(self) -> None:
-        if self.loss != "auto" and (type(self.loss) is not int or self.loss < 1):
+        if self.gradients not in ("forward", "backward"):
+            raise ModeError(f"gradients = {self.gradients!r} is not known. Expected 'forward' or 'backward'.")
+        if type(self.exact) is not bool:
+            raise ModeError(f"exact = {self.exact!r} is not permitted. Write True or False.")
+        if self.loss is not None and self.loss != "auto" and (type(self.loss) is not int or self.loss < 1):
             raise ModeError(f"loss = {self.loss!r} is not permitted. Expected a number of chunks, or 'auto'.")
         if self.head is not None and not isinstance(self.head, str):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
             raise ModeError(f"head = {self.head!r} is not the path of a module. Expected one such as 'lm_head'.")
+        parts = cast(object, self.parts)
+        if not isinstance(parts, Mapping):
+            raise ModeError(f"parts = {parts!r} is not permitted. Expected names and numbers, as in {{'mlp': 8}}.")
+        for name, num in cast("Mapping[object, object]", parts).items():
+            if not isinstance(name, str) or type(num) is not int or num < 1:
+                raise ModeError(
+                    f"parts = {parts!r}: {name!r}: {num!r} is not permitted. Expected a target or a module, and in how "
+                    "many pieces of tokens it runs, as in {'mlp': 8}."
+                )
+        object.__setattr__(self, "parts", dict(self.parts))
+        if self.loss is None and not self.parts:
+            raise ModeError("a Split without loss and parts splits nothing. Write Split(loss=16), or parts={'mlp': 8}.")
+        if self.loss is None and self.head is not None:
+            raise ModeError(f"head = {self.head!r} is about the loss, which is not split. Write Split(loss=16, ...).")
+
+    def __repr__(self) -> str:
+        given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) not in (f.default, {})]
+        return f"Split({', '.join(f'{name}={value!r}' for name, value in given)})"
 
 
 def check_split(split: object, *, with_plan: bool = False) -> None:

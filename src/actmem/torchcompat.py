@@ -60,6 +60,7 @@ __all__ = [
     "graph_is_kept",
     "hand_out_parameters",
     "has_storage",
+    "in_fake_mode",
     "is_compiler_new",
     "is_composite",
     "is_traceable_wrapper_subclass",
@@ -90,6 +91,8 @@ __all__ = [
     "without_autocast",
     "without_dispatch_modes",
     "without_fake_mode",
+    "without_overrides",
+    "wrapper_tensor",
 ]
 
 _attention: Any = _torch_attention
@@ -106,6 +109,8 @@ without_fake_mode: Any = unset_fake_temporarily
 """Return a context in which tensors are real, although a fake mode is active."""
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_FAKE: Any = _C._TorchDispatchModeKey.FAKE
+_get_mode: Callable[[Any], Any] = _C._get_dispatch_mode
 
 try:
     below_autograd: Callable[[], Any] = _C._AutoDispatchBelowAutograd
@@ -217,6 +222,11 @@ def after_backward(callback: Callable[[], None]) -> None:
     _engine.queue_callback(callback)
 
 
+def in_fake_mode() -> bool:
+    """Return whether operators run on fake tensors now: in a profile, or where torch only infers shapes."""
+    return _get_mode(_FAKE) is not None
+
+
 def dispatch_modes() -> list[Any]:
     """Return the active dispatch modes of this thread, outermost first."""
     return _get_current_dispatch_mode_stack()
@@ -303,6 +313,16 @@ _APPLY: Any = cast(Any, torch.autograd.Function).apply.__func__.__code__
 def named_modules(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return `module.named_modules()` as a list, with the types that torch omits."""
     return list(module.named_modules())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def wrapper_tensor(kind: type, shape: Any, **options: Any) -> Any:
+    """Make a tensor of a subclass that has a shape, a dtype and a device, and no bytes."""
+    return cast(Any, torch.Tensor)._make_wrapper_subclass(kind, shape, **options)
+
+
+def without_overrides() -> Any:
+    """Have torch functions do what they do for plain tensors, while it is entered."""
+    return torch._C.DisableTorchFunctionSubclass()  # pyright: ignore[reportPrivateUsage]
 
 
 def named_buffers(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor | None]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from actmem.applying import apply
-from actmem.errors import ModeError
+from actmem.errors import ModeError, UnsupportedError
 from actmem.modes import Mode
 from actmem.plan import Plan
 from actmem.profiling import Restored, generator_states, inputs_of, loss_of
@@ -130,7 +130,8 @@ def verify(
         loss: a function of the output; by default `output.loss`, or the output itself if it is a scalar.
         blocks: as for `apply`.
         split: as for `apply`. Losses and gradients are then compared with those of a copy of the model in float64: they
-            must not be more than twice as far from these as plain training's are. All else must be bitwise equal.
+            must not be more than twice as far from these as plain training's are. All else must be bitwise equal; with
+            `exact=True`, they must be too.
         seed: seed of the random generators in every run.
         forwards: how many forward passes of a batch run before its backward pass, which starts from the sum of their
             losses.
@@ -167,7 +168,7 @@ def verify(
     unsteady = _differences(plain, again, "in the first plain run, {} in the second")
     found = _differences(plain, managed, "plain, {} under the mode")
     rounding = None
-    if split is not None:
+    if split is not None and not split.exact:
         with Restored(model, inputs):
             rounding = _rounding(plain, managed, _reference(model, batches, inputs, loss, seed, forwards))
         found = {name: text for name, text in found.items() if not name.startswith(("loss", "gradient", "input"))}
@@ -209,10 +210,16 @@ def _reference(
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
     kind = next(model.parameters()).device.type
+    given, named = tree_map(doubled, batches), {n: wide[id(t)] for n, t in inputs.items()}
     with torch.autocast(kind, enabled=False):
-        return _step(
-            model, tree_map(doubled, batches), {n: wide[id(t)] for n, t in inputs.items()}, loss, seed, forwards
-        )
+        try:
+            return _step(model, given, named, loss, seed, forwards)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"a split step is compared with the same step of a copy in float64, and this model cannot run in "
+                f"float64: {str(error).splitlines()[0]}. Choose other kernels for the comparison, such as "
+                "model.set_experts_implementation('batched_mm') in transformers."
+            ) from error
 
 
 def _rounding(plain: _Outcome, split: _Outcome, truth: _Outcome) -> Rounding:

@@ -52,3 +52,18 @@ def test_a_layout_that_is_not_possible_is_refused_with_the_nearest(run: Run, tmp
     assert "--layout cannot be combined with --tp" in asked.out
     asked = run(*TINY, "--budget", "1MiB", "--dp-shard", "2", "--shard", "2")
     assert "--shard cannot be combined with a layout" in asked.out
+
+
+def test_experts_are_spread_and_the_plan_names_the_hottest_rank(run: Run, tmp_path: Path) -> None:
+    asked = ("fit", "tiny:mixtral-8x7b", "--device", "flat", "--frontier", "0", "--json", "--sequence", "32")
+    counts = tmp_path / "counts.json"
+    counts.write_text(json.dumps([2, 2, 2, 2, 14, 14, 14, 14]))
+    found = run(*asked, "--budget", "8MiB", "--dp-shard", "2", "--ep", "2", "--routing", str(counts))
+    assert found.code == 0, found.err
+    plan = actmem.Plan.from_json(json.dumps(json.loads(found.out)["plan"]))
+    assert "rank 1 receives 112 rows, the most in its group of 2; rank 0, 16" in str(plan)
+    found = run(*asked, "--budget", "8MiB", "--dp-shard", "2", "--ep", "2", "--routing", "99")
+    assert found.code == 2
+    assert "Quantile(99.0) is not permitted" in found.out
+    found = run(*asked, "--budget", "8MiB", "--routing", "worst")
+    assert "--routing worst needs a layout" in found.out

@@ -30,6 +30,7 @@ _TOLERANCE = 64
 _MODELS = {
     "llama": replace(tiny("llama-3.1-8b"), num_layers=4),
     "qwen": replace(tiny("qwen3-8b"), num_layers=4),
+    "latent": replace(tiny("deepseek-v3"), num_layers=4, experts=None, num_dense_layers=0),
     "hf": None,
 }
 
@@ -132,7 +133,8 @@ def compare(cases: Sequence[tuple[str, Layout]], folder: Path) -> None:
 
 
 def test_a_layout_trains_as_one_process_does_and_takes_what_was_predicted(tmp_path: Path) -> None:
-    compare([("llama", Layout(tp=2, sequence_parallel=True)), ("llama", Layout(pp=2))], tmp_path)
+    layouts = (Layout(tp=2, sequence_parallel=True), Layout(pp=2), Layout(cp=2))
+    compare([("llama", layout) for layout in layouts], tmp_path)
 
 
 TWO = [
@@ -144,6 +146,11 @@ FOUR = [
     *(Layout(pp=2, dp_shard=2), Layout(pp=2, tp=2, sequence_parallel=True, schedule="ZBVZeroBubble")),
 ]
 
+RINGS = [
+    *(Layout(cp=4), Layout(cp=2, dp_shard=2), Layout(cp=2, pp=2)),
+    Layout(cp=2, tp=2, sequence_parallel=True, reshard_after_forward=False),
+]
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -152,9 +159,11 @@ FOUR = [
         [("llama", layout) for layout in TWO],
         [("qwen", Layout(tp=2, sequence_parallel=True)), ("hf", Layout(pp=2)), ("hf", Layout(tp=2))],
         [("llama", layout) for layout in FOUR],
+        [("llama", layout) for layout in RINGS],
+        [("latent", Layout(cp=2)), ("qwen", Layout(cp=2, microbatches=2))],
         [("llama", Layout(pp=2, dp_shard=2, tp=2, sequence_parallel=True, reshard_after_forward=False))],
     ],
-    ids=["two", "models", "four", "eight"],
+    ids=["two", "models", "four", "rings", "ring_models", "eight"],
 )
 def test_every_kind_of_layout_does(cases: list[tuple[str, Layout]], tmp_path: Path) -> None:
     compare(cases, tmp_path)

@@ -90,3 +90,22 @@ def test_a_budget_is_planned_for_what_the_trainer_tokenized_and_for_its_own_loss
 def test_the_default_of_its_config_is_refused_and_the_argument_named(tmp_path: Path) -> None:
     with pytest.raises(actmem.ApplyError, match=r"SFTConfig\(..., gradient_checkpointing=False\)"):
         make_sft(tmp_path, ActmemCallback(actmem.Full()), gradient_checkpointing=True)
+
+
+@pytest.mark.filterwarnings("ignore:.label_smoothing_factor. is deprecated:FutureWarning")
+def test_its_own_fused_head_needs_no_split_and_label_smoothing_is_split(tmp_path: Path) -> None:
+    split = actmem.Split(loss=4)
+    fused = "the output of lm_head was not split: it has not been called in training mode"
+    for given, is_split in (({}, False), ({"label_smoothing_factor": 0.1}, True)):
+        plain = make_sft(tmp_path, **given)
+        plain.train()
+        callback = ActmemCallback(actmem.Full(), split=split)
+        trainer = make_sft(tmp_path, callback, **given)
+        trainer.train()
+        assert callback.applied is not None
+        (note,) = callback.applied.report().notes
+        assert note.startswith("lm_head: logits in 4 chunks of tokens, for gather" if is_split else fused)
+        if is_split:
+            assert losses_of(trainer) == pytest.approx(losses_of(plain), rel=1e-5)
+        else:
+            assert losses_of(trainer) == losses_of(plain)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -168,6 +169,19 @@ def test_global_variables_are_bound_as_they_were(fake: bool) -> None:
     actmem.profile(MODEL, step=trains_globals, fake=fake)
     assert (COUNT, LATEST, "FIRST" in globals()) == (0, None, False)
     assert all(p.grad is None for p in MODEL.parameters())
+
+
+KINDS = [numpy.dtype, numpy.float32(1), numpy.dtype("int8"), numpy.zeros(2)]
+
+
+@BOTH
+def test_what_a_step_has_of_numpy_may_be_a_class_a_scalar_or_an_array(fake: bool) -> None:
+    def step() -> None:
+        KINDS[3][:] += 1
+        mean(MODEL(BATCH)).backward()
+
+    actmem.profile(MODEL, step=step, fake=fake)
+    assert KINDS[3].tolist() == [0, 0]
 
 
 class Trainer:

@@ -220,7 +220,7 @@ def test_a_second_backward_pass_is_refused_not_wrong() -> None:
 
 
 def test_in_eval_mode_without_gradients_and_under_hooks_the_head_is_what_it_was() -> None:
-    head, hidden = nn.Linear(WIDTH, CLASSES), torch.randn(3, WIDTH)
+    head, hidden = nn.Linear(WIDTH, CLASSES), torch.randn(8, WIDTH)
     SplitHead(head, "head", 4)
     assert type(head(hidden)) is DeferredLogits
     with torch.no_grad():

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actmem import Layout, ModeError
+from actmem.catalogue import build, tiny
 from actmem.layout import SCHEDULES, Limits, checked_layout, layers_of_stages
+from actmem.parallelism import check_parts, find_parts
 
 _COUNT = st.integers(1, 12)
 _FIELDS: dict[str, Any] = {
@@ -91,3 +93,24 @@ def test_a_layout_keeps_its_number_of_ranks_where_it_can() -> None:
 def test_a_file_that_is_not_a_layout_is_refused(text: str, said: str) -> None:
     with pytest.raises(ModeError, match=said):
         Layout.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "said", "nearest"),
+    [
+        ("gpt-oss-20b", Layout(cp=2), "its attention has windows or sinks", Layout(dp_shard=2)),
+        ("gpt-oss-20b", Layout(cp=2, pp=8), "windows or sinks", Layout(dp_shard=4, pp=4, microbatches=8)),
+        ("mixtral-8x7b", Layout(dp_shard=4, ep=2, tp=2), "matrices of its 8 experts", Layout(dp_shard=8, ep=2)),
+        ("mixtral-8x7b", Layout(dp_shard=16, ep=16), "8 experts, which 16 does not divide", Layout(dp_shard=16, ep=8)),
+        ("llama-3.1-8b", Layout(dp_shard=4, ep=2), "the model has no experts", Layout(dp_shard=4)),
+        ("llama-3.1-8b", Layout(cp=32), "48 tokens, which 64 does not divide", Layout(dp_shard=4, cp=8)),
+    ],
+)
+def test_what_cannot_be_built_for_a_model_names_the_nearest_that_can(
+    model: str, layout: Layout, said: str, nearest: Layout
+) -> None:
+    parts = find_parts(build(tiny(model)))
+    with pytest.raises(ModeError, match=said) as error:
+        check_parts(parts, layout, 48)
+    assert str(error.value).endswith(f"The nearest possible layout: {nearest!r}")
+    check_parts(parts, nearest, 48)

@@ -11,15 +11,20 @@
 - `attachment.py` is what actmem adds to a recording.
 """
 
-from actmem.allocator.alloc_conf import AllocatorSettings
-from actmem.allocator.allocation_events import Alloc, EmptyCache, Event, Free, FreeCompleted, FreeRequested
-from actmem.allocator.attachment import Attachment, write_recording
-from actmem.allocator.environment_settings import environment_note
-from actmem.allocator.reenactment import DeviceRecording, LiveTensor, place_of, reenact
-from actmem.allocator.simulated_memory import MemoryAtPeak, OutOfMemory, SimulatedMemory, simulate
-from actmem.allocator.snapshot_file import Frame, Snapshot, read_snapshot, snapshot_from
-from actmem.allocator.step_comparison import StepComparison, compare_step
-from actmem.allocator.step_curves import find_steps, step_curve
+from typing import TYPE_CHECKING
+
+from actmem.doors import on_first_use
+
+if TYPE_CHECKING:
+    from actmem.allocator.alloc_conf import AllocatorSettings
+    from actmem.allocator.allocation_events import Alloc, EmptyCache, Event, Free, FreeCompleted, FreeRequested
+    from actmem.allocator.attachment import Attachment, write_recording
+    from actmem.allocator.environment_settings import environment_note
+    from actmem.allocator.reenactment import DeviceRecording, LiveTensor, place_of, reenact
+    from actmem.allocator.simulated_memory import MemoryAtPeak, OutOfMemory, SimulatedMemory, simulate
+    from actmem.allocator.snapshot_file import Frame, Snapshot, read_snapshot, snapshot_from
+    from actmem.allocator.step_comparison import StepComparison, compare_step
+    from actmem.allocator.step_curves import find_steps, step_curve
 
 __all__ = [
     "Alloc",
@@ -49,3 +54,18 @@ __all__ = [
     "step_curve",
     "write_recording",
 ]
+
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        "actmem.allocator.alloc_conf": "AllocatorSettings",
+        "actmem.allocator.allocation_events": "Alloc EmptyCache Event Free FreeCompleted FreeRequested",
+        "actmem.allocator.attachment": "Attachment write_recording",
+        "actmem.allocator.environment_settings": "environment_note",
+        "actmem.allocator.reenactment": "DeviceRecording LiveTensor place_of reenact",
+        "actmem.allocator.simulated_memory": "MemoryAtPeak OutOfMemory SimulatedMemory simulate",
+        "actmem.allocator.snapshot_file": "Frame Snapshot read_snapshot snapshot_from",
+        "actmem.allocator.step_comparison": "StepComparison compare_step",
+        "actmem.allocator.step_curves": "find_steps step_curve",
+    },
+)

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from actmem.applying.applied_block import BlockRunner, SharedState, applied_runner, install, uninstall
 from actmem.applying.broken_blocks import broken_notes
@@ -24,7 +25,7 @@ from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
 from actmem.settings import Offload, Split, check_split
-from actmem.splitting import SplitHead, split_head
+from actmem.splitting import SplitModel
 from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
 from actmem.torchcompat import named_modules
 
@@ -57,7 +58,7 @@ class Applied:
         offloader: Offloader | None = None,
         undo: Sequence[Callable[[], None]] = (),
         opaque: UnseenFunctions | None = None,
-        head: SplitHead | None = None,
+        split: SplitModel | None = None,
         native: str | None = None,
     ) -> None:
         self.plan = plan
@@ -68,7 +69,7 @@ class Applied:
         self._offloader = offloader
         self._undo = list(undo)
         self._opaque = opaque
-        self._head = head
+        self._split = split
         self._native = native
         """Which tape runs, for the report, if the native one was asked for."""
 
@@ -119,7 +120,7 @@ class Applied:
             notes.append("pin = True has no meaning here: there is no accelerator, and so no page-locked memory.")
         notes += broken_notes(self._runners)
         notes += [] if self._opaque is None else self._opaque.notes()
-        notes += [] if self._head is None else self._head.notes()
+        notes += [] if self._split is None else self._split.notes()
         notes += [] if self._native is None else [self._native]
         skipped = [s.path for s in self._runners if s.num_without_gradient and s.decisions is None]
         if skipped:
@@ -176,6 +177,7 @@ def apply(
     step: Callable[[], object] | None = None,
     loss: Callable[[Any], Any] | None = None,
     fake: bool = True,
+    optimizer: Optimizer | None = None,
     native: Native = False,
 ) -> Applied:
     """Change a model so that training holds only what a mode lets it hold. In place, reversible, names unchanged.
@@ -199,11 +201,13 @@ def apply(
             "replay" runs every such Function again, as one operator, if it gives the same bits twice in the first
             steps; the report lists which did, and which did not and are held.
         split: what to compute in pieces of tokens: `Split(loss=16)` computes logits and loss in chunks, so that the
-            logits are never there as a whole. Sums over tokens are added in another order: `plan.bitwise` is False.
+            logits are never there as a whole; `Split(parts={"mlp": 8})` runs each MLP on an eighth of the tokens at a
+            time, forward and backward. Sums over tokens are added in another order: `plan.bitwise` is False.
         example: a batch, for `Budget`, which profiles the model: a dict for `model(**example)`, or a tuple.
         step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
         loss: a function of the output, for the same; by default `output.loss`.
         fake: profile on tensors without bytes, for the same. Otherwise real steps are run.
+        optimizer: your optimizer, for a `Budget` or a plan that counts it: in place of `Budget.optimizer`.
         native: True has the tape's hot path run compiled, as `actmem native build` has built it; "auto" does where it
             was built, and the report says which tape ran. Numbers and bytes are the same.
 
@@ -225,10 +229,12 @@ def apply(
     """
     profiled = _Profiled(example, step, loss, fake)
     _validate(model, mode, engine, collectives, opaque, profiled)
+    counted = _counted(mode, optimizer)
     native_tape(native)  # refuse before anything is changed
     if split is not None:
         check_split(split, with_plan=isinstance(mode, (Plan, FromPlan)))
     if isinstance(mode, Budget):
+        mode = replace(mode, optimizer=counted)
         asked = replace(mode, compiled=False) if engine == "tape" else mode
         mode = _fitted(model, asked, profiled, blocks, scope, split)
         blocks = scope = split = None  # the plan names its blocks, and says what is split
@@ -236,7 +242,7 @@ def apply(
     if collectives == "recompute":
         resolved = resolved._replace(plan=replace(resolved.plan, collectives=collectives))
     _refuse_reissued(resolved.plan, engine)
-    return _install(model, resolved, engine, opaque, loss, native)
+    return _install(model, resolved, engine, opaque, loss, counted, native)
 
 
 # ---------------------------------------------------------------- validate: refuse what cannot be
@@ -302,6 +308,22 @@ def _refuse_profiled(mode: Mode | Plan, profiled: _Profiled) -> None:
         )
     if isinstance(mode, Budget) and profiled.example is None and profiled.step is None:
         raise ModeError(f"{mode!r} needs a batch to plan for. Write actmem.apply(model, {mode!r}, example=batch).")
+
+
+def _counted(mode: Mode | Plan, optimizer: Optimizer | None) -> Any:
+    """Return the optimizer that a budget counts, or that a plan was made with."""
+    named = mode.optimizer if isinstance(mode, Budget) else None
+    if optimizer is None:
+        return named
+    if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance] # callers may not check
+        raise ModeError(f"optimizer = {optimizer!r} is not an optimizer. Pass the one that trains the model.")
+    if not isinstance(mode, (Budget, Plan, FromPlan)):
+        raise ModeError(
+            f"optimizer is for a Budget or a plan that counts it; {type(mode).__name__} does not. Leave it out."
+        )
+    if named not in ("adamw", None) and named is not optimizer:
+        raise ModeError("optimizer is given twice, here and in the Budget. Leave out one of them.")
+    return optimizer
 
 
 def _refuse_combined(mode: Mode | Plan, engine: Engine, opaque: Opaque) -> None:
@@ -517,11 +539,12 @@ def _install(
     engine: Engine,
     opaque: Opaque,
     loss: Callable[[Any], Any] | None,
+    optimizer: Any,
     native: Native,
 ) -> Applied:
     tape = native_tape(native)
     plan, blocks = resolved.plan, resolved.blocks
-    head = None if plan.split is None else split_head(model, plan.split)
+    split = None if plan.split is None else SplitModel(model, plan.split, blocks)
     offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
     shared = SharedState(plan, model)
     unseen = UnseenFunctions(replay=opaque == "replay")
@@ -536,11 +559,12 @@ def _install(
     if plan.predicted is not None:
         from actmem.planner import Guard
 
-        guard = Guard(model, plan, loss)
+        guard = Guard(model, plan, loss, optimizer)
         undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
-    if head is not None:
-        undo.append(head.remove)
-    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen, head, native_note(native, tape))
+    if split is not None:
+        undo.append(split.remove)
+    note = native_note(native, tape)
+    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen, split, note)
 
 
 def _runners(

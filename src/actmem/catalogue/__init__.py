@@ -14,19 +14,28 @@ decisions, plans or tapes, and `import actmem` does not import it.
 >>> model(**example(config, sequence=16, device="cpu")).loss.backward()
 """
 
+from actmem.catalogue.attention import Attention, LatentAttention
 from actmem.catalogue.builder import build, example, names
-from actmem.catalogue.decoder import CausalLM, Output, next_token_loss
+from actmem.catalogue.decoder import IGNORED, CausalLM, Decoder, Output, following_tokens, next_token_loss
 from actmem.catalogue.model_configs import Config, DecoderConfig, VisionConfig, find, tiny
+from actmem.catalogue.moe import Experts, MoE
 
 __all__ = [
+    "IGNORED",
+    "Attention",
     "CausalLM",
     "Config",
+    "Decoder",
     "DecoderConfig",
+    "Experts",
+    "LatentAttention",
+    "MoE",
     "Output",
     "VisionConfig",
     "build",
     "example",
     "find",
+    "following_tokens",
     "names",
     "next_token_loss",
     "tiny",

@@ -14,6 +14,8 @@ Fused kernels need values as wide as keys. Narrower values are padded with zeros
 multi-head latent attention; otherwise torch falls back to a kernel that holds all scores.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -45,6 +47,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps, factory, plus_one=config.gemma_norms)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps, factory, plus_one=config.gemma_norms)
         self.sinks = nn.Parameter(torch.empty(config.num_heads, **factory)) if config.sinks else None
+        self.attend: Callable[..., Tensor] = attend  # a ring of ranks has its own
 
     def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
         """Mix the positions of (batch, positions, hidden); no mask means all earlier positions."""
@@ -54,7 +57,7 @@ class Attention(nn.Module):
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         q, k = rotate(q, rotary), rotate(k, rotary)
         if self.sinks is None:
-            out = _attend(q, k, v, mask, scale=self.head_dim**-0.5)
+            out = self.attend(q, k, v, mask, scale=self.head_dim**-0.5)
         else:
             out = self._attend_with_sinks(q, k, v, mask, self.sinks)
         return self.o_proj(out.transpose(1, 2).flatten(-2))
@@ -68,7 +71,7 @@ class Attention(nn.Module):
         q = torch.cat((q, member[None, :, None].expand(batch, -1, length, -1)), dim=-1)
         front = functional.pad((sinks / scale).view(1, num_kv_heads, 1, -1), (self.head_dim, extra - self.num_groups))
         k = torch.cat((front.expand(batch, -1, -1, -1), functional.pad(k, (0, extra))), dim=2)
-        out = _attend(functional.pad(q, (0, 0, 1, 0)), k, functional.pad(v, (0, extra, 1, 0)), mask, scale=scale)
+        out = self.attend(functional.pad(q, (0, 0, 1, 0)), k, functional.pad(v, (0, extra, 1, 0)), mask, scale=scale)
         return out[:, :, 1:, : self.head_dim]
 
 
@@ -90,6 +93,7 @@ class LatentAttention(nn.Module):
             latent.key_value_rank, heads * (latent.nope_head_dim + latent.value_head_dim), bias=False, **factory
         )
         self.o_proj = Linear(heads * latent.value_head_dim, hidden, bias=False, **factory)
+        self.attend: Callable[..., Tensor] = attend
 
     def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
         """Mix the positions of (batch, positions, hidden); no mask means all earlier positions."""
@@ -103,11 +107,12 @@ class LatentAttention(nn.Module):
         k = torch.cat((k_nope, rotate(k_rope.unsqueeze(1), rotary).expand(-1, self.num_heads, -1, -1)), dim=-1)
         # NOTE [ equal widths ]
         v = functional.pad(v, (0, self.head_dim - self.latent.value_head_dim))
-        out = _attend(q, k, v, mask, scale=self.head_dim**-0.5)[..., : self.latent.value_head_dim]
+        out = self.attend(q, k, v, mask, scale=self.head_dim**-0.5)[..., : self.latent.value_head_dim]
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
+    """Attend to all earlier positions, or as a mask says; several query heads may share a key head."""
     grouped = q.shape[1] != k.shape[1]
     return functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped

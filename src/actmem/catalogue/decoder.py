@@ -10,9 +10,10 @@ from actmem.catalogue.layers import Embedding, Factory, GatedMLP, Linear, RMSNor
 from actmem.catalogue.model_configs import DecoderConfig
 from actmem.catalogue.moe import MoE
 
-__all__ = ["CausalLM", "Decoder", "DecoderLayer", "Output", "next_token_loss"]
+__all__ = ["IGNORED", "CausalLM", "Decoder", "DecoderLayer", "Output", "following_tokens", "next_token_loss"]
 
-_IGNORED = -100
+IGNORED = -100
+"""A label that is not predicted."""
 
 
 class Output(NamedTuple):
@@ -64,6 +65,8 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, factory: Factory) -> None:
         super().__init__()
         self.config = config
+        self.spans: tuple[tuple[int, int], ...] | None = None
+        """The positions that this process has, if it does not have all."""
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **factory)
         self.layers = nn.ModuleList(DecoderLayer(config, index, factory) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, factory, plus_one=config.gemma_norms)
@@ -83,9 +86,10 @@ class Decoder(nn.Module):
             x = x * config.hidden_size**0.5
         length = input_ids.shape[1] if length is None else length
         width = config.latent.rope_head_dim if config.latent else config.head_dim
-        rotary = sliding = rotary_table(length, width, config.rope_theta, like=x)
+        spans = ((0, length),) if self.spans is None else self.spans
+        rotary = sliding = rotary_table(spans, width, config.rope_theta, like=x)
         if config.sliding_rope_theta is not None:
-            sliding = rotary_table(length, width, config.sliding_rope_theta, like=x)
+            sliding = rotary_table(spans, width, config.sliding_rope_theta, like=x)
         mask = None
         if config.window is not None and length > config.window:
             mask = window_mask(length, config.window, sink=config.sinks, like=x)
@@ -119,5 +123,16 @@ class CausalLM(nn.Module):
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy of predicting each label from the tokens before it; -100 is ignored."""
-    following = functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
-    return functional.cross_entropy(logits.float().flatten(0, 1), following.flatten(), ignore_index=_IGNORED)
+    return functional.cross_entropy(
+        logits.float().flatten(0, 1), following_tokens(labels).flatten(), ignore_index=IGNORED
+    )
+
+
+def following_tokens(labels: Tensor) -> Tensor:
+    """Return the label that each position predicts: that of the next one, and nothing at the end.
+
+    >>> import torch
+    >>> following_tokens(torch.tensor([[5, 6, 7]])).tolist()
+    [[6, 7, -100]]
+    """
+    return functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]

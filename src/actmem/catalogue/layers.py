@@ -1,5 +1,6 @@
 """The small parts that several models of the catalogue share: projections, norms, rotary positions."""
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 import torch
@@ -82,10 +83,11 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 _LIMIT, _SLOPE = 7.0, 1.702
 
 
-def rotary_table(length: int, head_dim: int, theta: float, *, like: Tensor) -> Rotary:
-    """Compute the rotations of all positions, on the device and in the dtype of `like`."""
+def rotary_table(spans: Sequence[tuple[int, int]], head_dim: int, theta: float, *, like: Tensor) -> Rotary:
+    """Compute the rotations of the positions in some spans, on the device and in the dtype of `like`."""
     steps = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
-    positions = torch.arange(length, device=like.device, dtype=torch.float32)
+    pieces = [torch.arange(begin, end, device=like.device, dtype=torch.float32) for begin, end in spans]
+    positions = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     angles = torch.outer(positions, 1.0 / theta**steps)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 

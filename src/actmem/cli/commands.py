@@ -113,9 +113,11 @@ class Spread:
     sequence_parallel: _Flag = False
     """Divide the sequence over the same ranks between the matrices."""
     cp: int = 1
-    """Ranks over which context parallel divides the sequence. Not built yet: refused."""
+    """Ranks over which context parallel divides the sequence: keys and values travel around a ring."""
     ep: int = 1
-    """Ranks, among those of --dp-shard, over which expert parallel divides the experts. Not built yet: refused."""
+    """Ranks, among those of --dp-shard and --cp, over which expert parallel divides the experts."""
+    routing: str = "balanced"
+    """What to assume of routers: balanced, worst, a quantile such as 0.99, or a .json file of counts by expert."""
     pp: int = 1
     """Ranks over which a pipeline divides the layers. --microbatches then defaults to one for each stage."""
     schedule: _Text = None

@@ -12,6 +12,7 @@ from actmem.cli.schema import Document
 from actmem.cli.screen import Screen, ratio_text, table
 from actmem.devices import Device
 from actmem.errors import ModeError
+from actmem.expert_loads import ExpertCounts, Quantile, Routing, check_routing
 from actmem.layout import Layout
 from actmem.parallelism import StageProfile, profile_stages
 from actmem.plan import Plan
@@ -19,7 +20,15 @@ from actmem.planner import Allowance, fit_profiles
 from actmem.simulation import is_accelerator, on_card, predict
 from actmem.units import size
 
-__all__ = ["StageShown", "asked_layout", "check_spread", "fitted_stages", "profiled_stages", "show_stages"]
+__all__ = [
+    "StageShown",
+    "asked_layout",
+    "asked_routing",
+    "check_spread",
+    "fitted_stages",
+    "profiled_stages",
+    "show_stages",
+]
 
 _SIZES = ("dp_shard", "dp_replicate", "tp", "cp", "ep", "pp")
 
@@ -71,6 +80,25 @@ def asked_layout(asked: Fit) -> Layout | None:
     )
 
 
+def asked_routing(asked: Fit) -> Routing:
+    """Return what to assume of routers, as the option says it.
+
+    >>> asked_routing(Fit("mixtral-8x7b", budget="72GiB", dp_shard=8, ep=8, routing="0.99"))
+    Quantile(fraction=0.99)
+
+    Raises:
+        ModeError: it is not a routing, or its file has no counts.
+    """
+    if asked.routing.endswith(".json"):
+        return ExpertCounts.read(asked.routing)
+    try:
+        fraction = float(asked.routing)
+    except ValueError:
+        check_routing(asked.routing, by_rank=True)
+        return asked.routing
+    return Quantile(fraction)
+
+
 def _usual(name: str) -> object:
     return next(field.default for field in fields(Fit) if field.name == name)
 
@@ -80,6 +108,10 @@ def check_spread(asked: Fit, mistakes: Mistakes) -> Layout | None:
     layout = None
     with mistakes.noted():
         layout = asked_layout(asked)
+    with mistakes.noted():
+        asked_routing(asked)
+        if layout is None and asked.routing != "balanced":
+            raise ModeError(f"--routing {asked.routing} needs a layout, such as --dp-shard 8 --ep 8.")
     if layout is None:
         return None
     refused = {
@@ -109,6 +141,7 @@ def profiled_stages(asked: Fit, loaded: Loaded, layout: Layout, device: Device) 
         loss=loaded.loss,
         optimizer=None if asked.optimizer == "none" else asked.optimizer,
         together=True if is_accelerator(device) else None,
+        routing=asked_routing(asked),
     )
     return [StageProfile(s.pp, s.rank, on_card(s.profile, device), s.num_profiled, s.microbatches) for s in found]
 

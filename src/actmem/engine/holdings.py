@@ -37,7 +37,7 @@ from actmem.decisions import Reason
 from actmem.engine.holding_rules import HOLD, RESERVE, number_held, on_meeting, preserve
 from actmem.engine.observation import Observation
 from actmem.engine.values import UNCHECKED, Boxed, Value, copied, flat, tensors, without_bits
-from actmem.torchcompat import alias, alias_in_handler, counting_versions, outer_hooks
+from actmem.torchcompat import alias, alias_in_handler, counting_versions, in_fake_mode, outer_hooks
 
 __all__ = ["Holdings", "find", "preserve_elsewhere", "storage_of"]
 
@@ -65,6 +65,8 @@ class Holdings:
         self._bits = any(t.is_complex() or t.is_neg() for t in inputs)
         """A conj or neg bit may be set somewhere."""
         self._outer = outer_hooks()
+        self._in_fake_mode = in_fake_mode()
+        """The tape was made in a profile on fake tensors."""
         self._copied: list[Value] = []
         """Values that were copied before the block wrote to them."""
         self._provisional: list[Value] = []
@@ -204,8 +206,11 @@ class Holdings:
     def _adopt(self, args: tuple[Any, ...]) -> None:
         """Replace the copies of leaf tensors that autograd showed its hooks by the tensors themselves.
 
-        The copy has a version counter of its own. The operator that saved the leaf comes next, with the leaf itself.
+        The copy has a version counter of its own. The operator that saved the leaf comes next, with the leaf itself; if
+        it is one on a distributed tensor, torch may first infer its shapes, on fake tensors.
         """
+        if in_fake_mode() is not self._in_fake_mode:
+            return
         waiting, self._provisional = self._provisional, []
         for t in tensors(*args):
             storage = storage_of(t)

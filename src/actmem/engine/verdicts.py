@@ -256,7 +256,7 @@ def resolve(
     """
     resolved: list[_Resolved] = []
     for index, rule in enumerate(rules):
-        if rule.layers is not None and not Slices.parse(rule.layers).contains(layer, num_layers):
+        if rule.layers is not None and not _slices(rule.layers).contains(layer, num_layers):
             continue
         if rule.layer_type is not None and not fnmatch.fnmatchcase(layer_type or "", rule.layer_type):
             continue
@@ -276,7 +276,7 @@ def resolve(
                 decision=Decision(rule.decision),
                 ops=tuple(op for op in selectors if op is not None),
                 modules=where,
-                nth=None if rule.nth is None else Slices.parse(rule.nth),
+                nth=None if rule.nth is None else _slices(rule.nth),
                 min_bytes=rule.min_bytes,
                 index=index,
                 target=rule.target,
@@ -285,6 +285,12 @@ def resolve(
         if not resolved[-1].ops and resolved[-1].static:
             break
     return Verdicts(tuple(resolved), frozenset(roles.get("attention", ())))
+
+
+@functools.cache
+def _slices(text: str) -> Slices:
+    """Read slice text, once for all layers."""
+    return Slices.parse(text)
 
 
 def _ancestors(path: str) -> list[str]:

@@ -18,6 +18,7 @@ from actmem.integrations.metrics import Metrics, Recorder
 from actmem.modes import Mode
 from actmem.plan import Plan
 from actmem.profiling import called_as
+from actmem.settings import Split
 
 __all__ = ["ApplyOptions", "Managing", "MissingLibraryError", "missing", "planning_batch"]
 
@@ -31,6 +32,7 @@ class ApplyOptions(TypedDict, total=False):
     collectives: Literal["save", "recompute"]
     loss: Callable[[Any], Any] | None
     fake: bool
+    split: Split | None
 
 
 _LATEST: WeakKeyDictionary[nn.Module, ref[Managing]] = WeakKeyDictionary()

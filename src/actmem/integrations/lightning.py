@@ -64,7 +64,7 @@ class ActmemCallback(Managing, Callback):
                 of the model that it was made for, and a `Budget` runs that model's forward. Default: all of it.
             example: the batch that a `Budget` is planned for.
             on_metrics: called after each optimizer step, on every rank, with a plain dict: `found.append`, `wandb.log`.
-            options: `blocks`, `scope`, `engine`, `collectives` and `loss`, as for `actmem.apply`.
+            options: `blocks`, `scope`, `engine`, `collectives`, `loss` and `split`, as for `actmem.apply`.
 
         Raises:
             ModeError: a Budget has no example, or another mode has one.

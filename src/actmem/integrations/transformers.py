@@ -58,7 +58,7 @@ class ActmemCallback(Managing, TrainerCallback):
             mode: what `actmem.apply` takes.
             example: the batch that a `Budget` is planned for. Default: one built from the training data.
             on_metrics: called after each optimizer step, on every rank, with a plain dict: `found.append`, `wandb.log`.
-            options: `blocks`, `scope`, `engine`, `collectives` and `loss`, as for `actmem.apply`.
+            options: `blocks`, `scope`, `engine`, `collectives`, `loss` and `split`, as for `actmem.apply`.
 
         Raises:
             ModeError: an example is given for a mode that does not need one.

@@ -11,7 +11,15 @@ if TYPE_CHECKING:
     from actmem.measuring.allocations import number_bytes, workspace_bytes
     from actmem.measuring.flops import Formula, flop_formula
     from actmem.measuring.inplace_formulas import Formulas, called_from_python, is_listed, watches
-    from actmem.measuring.ledger import ByteLedger, Entry, is_foreign, storages_of, tensors_in, watching_resizes
+    from actmem.measuring.ledger import (
+        ByteLedger,
+        Entry,
+        is_foreign,
+        state_tensors,
+        storages_of,
+        tensors_in,
+        watching_resizes,
+    )
     from actmem.measuring.machine import measure_machine
     from actmem.measuring.measurement import CATEGORIES, PHASES, AllocatorCheck, Measurement, PeakOp, Sample
     from actmem.measuring.meter import measure
@@ -37,6 +45,7 @@ __all__ = [
     "measure",
     "measure_machine",
     "number_bytes",
+    "state_tensors",
     "storages_of",
     "tensors_in",
     "watches",
@@ -50,7 +59,7 @@ __getattr__, __dir__ = on_first_use(
         "actmem.measuring.allocations": "number_bytes workspace_bytes",
         "actmem.measuring.flops": "Formula flop_formula",
         "actmem.measuring.inplace_formulas": "Formulas called_from_python is_listed watches",
-        "actmem.measuring.ledger": "ByteLedger Entry is_foreign storages_of tensors_in watching_resizes",
+        "actmem.measuring.ledger": "ByteLedger Entry is_foreign state_tensors storages_of tensors_in watching_resizes",
         "actmem.measuring.machine": "measure_machine",
         "actmem.measuring.measurement": "CATEGORIES PHASES AllocatorCheck Measurement PeakOp Sample",
         "actmem.measuring.meter": "measure",

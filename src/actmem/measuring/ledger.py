@@ -35,7 +35,16 @@ import torch
 
 from actmem.torchcompat import has_storage, is_traceable_wrapper_subclass, without_dispatch_modes
 
-__all__ = ["Account", "ByteLedger", "Entry", "is_foreign", "storages_of", "tensors_in", "watching_resizes"]
+__all__ = [
+    "Account",
+    "ByteLedger",
+    "Entry",
+    "is_foreign",
+    "state_tensors",
+    "storages_of",
+    "tensors_in",
+    "watching_resizes",
+]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -317,6 +326,21 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in cast("dict[Any, Any]", value).values():
             yield from tensors_in(item)
+
+
+def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an optimizer keeps from step to step: its state, and what is in its own attributes.
+
+    >>> layer = torch.nn.Linear(2, 2)
+    >>> [*state_tensors(torch.optim.SGD(layer.parameters()))]
+    []
+    """
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    attributes = cast("dict[str, Any]", vars(optimizer))
+    others = [value for name, value in attributes.items() if name not in ("state", "param_groups")]
+    for tensor in tensors_in([dict(optimizer.state), *others]):
+        if id(tensor) not in own:
+            yield tensor
 
 
 _listeners: list[Callable[[torch.UntypedStorage], object]] = []

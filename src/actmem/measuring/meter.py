@@ -17,7 +17,7 @@ from actmem.measuring.allocations import Allocations, number_bytes
 from actmem.measuring.allocator_check import checked
 from actmem.measuring.flops import Formula, flop_formula
 from actmem.measuring.inplace_formulas import Formulas, called_from_python, is_listed, watches
-from actmem.measuring.ledger import ByteLedger, Entry, is_foreign, tensors_in, watching_resizes
+from actmem.measuring.ledger import ByteLedger, Entry, is_foreign, state_tensors, tensors_in, watching_resizes
 from actmem.measuring.measurement import CATEGORIES, PHASES, Measurement, PeakOp, Sample
 from actmem.measuring.phases import NO_TASK, Phases, current_task
 from actmem.torchcompat import (
@@ -66,8 +66,8 @@ def measure(
     - parameters, buffers: it belongs to one of `model` (or to a parameter of `optimizer`) before `fn` or after it.
     - gradients: it is the `.grad` of such a parameter before `fn`, when a backward pass has ended, when an optimizer
       begins its step, or after `fn`.
-    - optimizer_state: it is in the state of `optimizer` before or after `fn`, or of any optimizer when its step has
-      ended.
+    - optimizer_state: it is in the state of `optimizer`, or in an attribute of it, before or after `fn`, or of any
+      optimizer when its step has ended.
     - activations: a forward operator allocated it and it is alive when the next backward pass begins, or, if none
       follows, when `fn` returns.
     - temporary: everything else, such as results that die within forward, gradients of activations, replayed values.
@@ -384,7 +384,7 @@ class _Meter:
     def _optimizer_ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not _has_closure(args, kwargs):
             self._phases.leave_optimizer()
-        for tensor in tensors_in(dict(optimizer.state)):
+        for tensor in state_tensors(optimizer):
             self._ledger.mark(tensor, "optimizer_state")
 
     def _parameters(self) -> Iterator[torch.Tensor]:
@@ -405,7 +405,7 @@ class _Meter:
             if parameter.is_leaf and parameter.grad is not None:
                 yield parameter.grad, "gradients"
         if self._optimizer is not None:
-            for tensor in tensors_in(dict(self._optimizer.state)):
+            for tensor in state_tensors(self._optimizer):
                 yield tensor, "optimizer_state"
 
     def _stock(self) -> None:

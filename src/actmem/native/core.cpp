@@ -1025,9 +1025,14 @@ struct Interpreter final : c10::impl::PyInterpreterVTable {
     return PyType_IsSubtype(Py_TYPE(mode), &TapeType) ? reinterpret_cast<Tape*>(mode) : nullptr;
   }
 
+  static bool in_fake_mode() {
+    using namespace c10::impl;
+    return TorchDispatchModeTLS::stack_len() > 1 && TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE);
+  }
+
   void dispatch(const c10::OperatorHandle& op, torch::jit::Stack* stack) const override {
     Tape* t = top();
-    if (!t) return theirs->dispatch(op, stack);
+    if (!t || in_fake_mode()) return theirs->dispatch(op, stack);
     const Operator* o = describe(op);
     size_t n = op.schema().arguments().size();
     const IValue* args = stack->data() + stack->size() - n;

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from actmem.errors import ModeError
+from actmem.expert_loads import Routing
 from actmem.layout import Layout
+from actmem.parallelism.expert_counts import counts_of_stages
 from actmem.parallelism.model_parts import check_parts, find_parts
 from actmem.parallelism.rank_job import Batch, build_job
 from actmem.parallelism.stage_modules import Cut, cuts_on_rank, paths_on_rank
@@ -31,7 +33,7 @@ def profile_layout(
     optimizer: str | None = "adamw",
     together: bool | None = None,
     blocks: str | Sequence[str] | None = None,
-    routing: str = "balanced",
+    routing: Routing = "balanced",
     cut: Cut | None = None,
 ) -> Profile:
     """Find out what one rank of a parallel job does in a training step, from the model and a layout.
@@ -45,12 +47,13 @@ def profile_layout(
         example: a batch of one rank, and of one microbatch: for a pipeline with `input_ids` and `labels`.
         layout: how the job is spread over its ranks.
         rank: which rank. Those that differ only in `dp_replicate`, `dp_shard` or `tp` do the same, and the first of
-            each has the largest part where sizes are uneven: one of each stage is enough, `layout.rank_of(pp=n)`.
+            each has the largest part where sizes are uneven: one of each stage is enough, `layout.rank_of(pp=n)`. With
+            experts, the profile names the rank that receives the most tokens: `expert_loads.hottest`.
         loss: a function of the output, as for `profile`; not for a pipeline.
         optimizer: the optimizer, as for `profile`.
         together: whether its step works on all parameters at once, as torch's do on an accelerator by default.
         blocks: where the blocks are, as for `apply`; not for a pipeline.
-        routing: what to assume of routers, as for `profile`.
+        routing: what to assume of routers, as for `profile_rank`. Counts by layer are those of the whole model.
         cut: the stage on this rank, if it is not the one that the layout gives it.
 
     Returns:
@@ -76,6 +79,8 @@ def profile_layout(
         paths = paths_on_rank(cuts)
     else:
         cuts, paths = None, tuple(block.path for block in find_blocks(model, blocks, None))
+
+    routing = counts_of_stages(parts, cuts, routing)
 
     def build() -> tuple[nn.Module, Callable[[], object]]:
         job = build_job(

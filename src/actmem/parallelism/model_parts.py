@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.nn import functional
 
-from actmem.catalogue import CausalLM, next_token_loss
+from actmem.catalogue import IGNORED, CausalLM, next_token_loss
 from actmem.errors import ModeError
-from actmem.layout import Layout, Limits, checked_layout
+from actmem.layout import Layout, Limits, checked_layout, nearest_layout
 from actmem.structure import find_blocks
 
 __all__ = ["Parts", "check_parts", "find_parts"]
@@ -38,6 +39,17 @@ class Parts:
     """Whether the head and the embedding are one parameter."""
     is_uniform: bool = True
     """Whether all layers have the same kind of attention."""
+    labels_of_mean: float | None = None
+    """If labels are those of a part of the sequence, already moved to the position that predicts them: what the sum of
+    their losses is divided by."""
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether its attention can be spread over a ring of ranks."""
+        if not isinstance(self.model, CausalLM):
+            return False
+        config = self.model.model.config
+        return config.window is None and not config.sinks
 
     @property
     def is_built_in(self) -> bool:
@@ -46,6 +58,11 @@ class Parts:
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Compute the loss from what the last stage of a pipeline returns, as the model itself does."""
+        if self.labels_of_mean is not None:
+            terms = functional.cross_entropy(
+                logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            return terms / self.labels_of_mean
         if self.is_built_in:
             return next_token_loss(logits, labels)
         model = cast("Any", self.model)
@@ -103,16 +120,18 @@ def check_parts(parts: Parts, layout: Layout, sequence: int | None) -> None:
     nearest = layout
     while (found := next(_obstacles(parts, nearest), None)) is not None:
         nearest = found[1]
-    raise ModeError(f"{first[0]}\nThe nearest possible layout: {nearest!r}")
+    raise ModeError(f"{first[0]}\nThe nearest possible layout: {nearest_layout(nearest, limits)!r}")
 
 
 def _obstacles(parts: Parts, layout: Layout) -> Iterator[tuple[str, Layout]]:
     """Yield why a layout cannot be built, each with a layout that can be, as far as that goes."""
     name = type(parts.model).__name__
-    if layout.cp > 1:
+    if layout.cp > 1 and not parts.has_ring:
+        why = "its attention has windows or sinks" if parts.is_built_in else "it is not of the catalogue"
         text = (
-            f"cp = {layout.cp} cannot be built: torch's context_parallel has no rule for attention on a CPU, where "
-            "jobs are profiled. For a ring of your own, use actmem.profile_rank(build, world=N)."
+            f"cp = {layout.cp} cannot be built for {name}: actmem has a ring of ranks for decoders of its catalogue "
+            f"that attend to all earlier positions, and {why}. For a ring of your own, use "
+            "actmem.profile_rank(build, world=N)."
         )
         yield text, _without(layout, "cp")
     divided = [dimension for dimension in ("tp", "pp", "ep") if getattr(layout, dimension) > 1]
@@ -131,10 +150,10 @@ def _obstacles(parts: Parts, layout: Layout) -> Iterator[tuple[str, Layout]]:
             "experts."
         )
         yield text, _without(layout, "tp")
-    if layout.ep > 1 and parts.num_experts:
+    if layout.ep > 1 and parts.num_experts and not parts.is_built_in:
         text = (
-            f"ep = {layout.ep} cannot be built for {name}: actmem has no exchange of tokens between ranks. With your "
-            "own, use actmem.profile_rank(build, world=N)."
+            f"ep = {layout.ep} cannot be built for {name}: actmem exchanges tokens between ranks for the models of its "
+            "catalogue. With an exchange of your own, use actmem.profile_rank(build, world=N)."
         )
         yield text, replace(layout, ep=1)
     if layout.pp > 1 and not parts.is_uniform:

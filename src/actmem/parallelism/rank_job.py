@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
+from actmem.catalogue import IGNORED, following_tokens
 from actmem.errors import ModeError
 from actmem.layout import Layout
 from actmem.modes import check_optimizer
+from actmem.parallelism.context_ring import place_on_ring, sequence_part
+from actmem.parallelism.expert_exchange import SpreadExperts, spread_experts
 from actmem.parallelism.model_parts import Parts
+from actmem.parallelism.rank_meshes import Meshes, meshes_of
 from actmem.parallelism.stage_modules import Cut, Stage, cuts_on_rank, stage_of
 from actmem.parallelism.tensor_plans import divide_tensors
 from actmem.profiling import loss_of
@@ -23,7 +28,6 @@ from actmem.profiling import loss_of
 __all__ = ["RankJob", "build_job"]
 
 Batch = dict[str, Any] | tuple[Any, ...]
-_DP = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -62,30 +66,36 @@ def build_job(
         cuts: the stages on this rank, if they are not those that the layout gives it.
         place: makes the copy of a part of the model that is trained.
     """
-    check_optimizer(optimizer)
-    mesh = _mesh(layout)
-    if layout.pp > 1:
+    check_optimizer(optimizer, names_only="each rank makes its own")
+    meshes = meshes_of(layout)
+    length = 0
+    if meshes.cp is not None:
+        if loss is not None:
+            raise ModeError(
+                "cp computes the loss of a language model over parts of a sequence, not that of a function. Omit loss."
+            )
+        length = _tokens(example)[0].shape[1]
+        example, parts = _own_part(example, parts, meshes.cp)
+    if meshes.pp is not None:
         if cuts is None:
-            cuts = cuts_on_rank(parts, layout, mesh["pp"].get_local_rank())
-        return _pipeline(parts, example, layout, mesh, cuts, place, optimizer, together)
+            cuts = cuts_on_rank(parts, layout, meshes.pp.get_local_rank())
+        return _pipeline(parts, example, layout, meshes, meshes.pp, cuts, place, optimizer, together, length)
     model = place(parts.model)
-    if layout.tp > 1:
-        known: Any = model
-        assert parts.body is not None
-        divide_tensors(
-            known.get_submodule(parts.body),
-            known.lm_head,
-            mesh["tp"],
-            sequence=layout.sequence_parallel,
-            built_in=parts.is_built_in,
-        )
-    _shard(model, [model.get_submodule(path) for path in blocks], layout, mesh)
+    known: Any = model
+    body = model if parts.body is None else model.get_submodule(parts.body)
+    _divide(body, getattr(known, "lm_head", None), parts, layout, meshes, length)
+    _shard(model, [model.get_submodule(path) for path in blocks], layout, meshes)
     trained = _optimizer(model, optimizer, together)
 
     def step() -> None:
         for _ in range(layout.microbatches):
-            out: Any = model(**example) if isinstance(example, dict) else model(*example)
-            value = loss_of(out, loss)
+            if layout.cp > 1:
+                ids, labels = _tokens(example)
+                out: Any = model(ids)
+                value = parts.loss(out.logits, labels)
+            else:
+                out = model(**example) if isinstance(example, dict) else model(*example)
+                value = loss_of(out, loss)
             (value if layout.microbatches == 1 else value / layout.microbatches).backward()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
             del out, value
         _finish(trained)
@@ -93,22 +103,56 @@ def build_job(
     return RankJob(model, trained, step)
 
 
-def _mesh(layout: Layout) -> DeviceMesh:
-    """Make the mesh of a layout: its dimensions that have several ranks, and always that of FSDP2."""
-    names = [n for n in ("pp", *_DP, "tp") if getattr(layout, n) > 1 or n == "dp_shard"]
-    sizes = tuple(getattr(layout, name) for name in names)
-    return init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names))
+def _own_part(example: Batch, parts: Parts, mesh: DeviceMesh) -> tuple[Batch, Parts]:
+    """Return this rank's part of a batch, with the tokens that follow as labels, and a model with a loss for them."""
+    ids, labels = _tokens(example)
+    following = following_tokens(labels)
+    num_labels = int((following != IGNORED).sum())
+    index, size = mesh.get_local_rank(), mesh.size()
+    part = {"input_ids": sequence_part(ids, index, size), "labels": sequence_part(following, index, size)}
+    # FSDP2 takes the mean over these ranks, each of which has a part of the sum.
+    return part, replace(parts, labels_of_mean=num_labels / size)
 
 
-def _shard(model: nn.Module, layers: Sequence[nn.Module], layout: Layout, mesh: DeviceMesh) -> None:
-    """Apply FSDP2 to each layer, and to the model for what is left."""
-    if layout.dp_shard * layout.dp_replicate == 1:
+def _divide(body: nn.Module, head: nn.Module | None, parts: Parts, layout: Layout, meshes: Meshes, length: int) -> None:
+    """Divide matrices, experts and positions over the ranks that share them."""
+    if meshes.cp is not None:
+        place_on_ring(body, length, meshes.cp.get_group())
+    if meshes.tp is not None:
+        divide_tensors(body, head, meshes.tp, sequence=layout.sequence_parallel, built_in=parts.is_built_in)
+    if meshes.ep is not None:
+        spread_experts(body, meshes.ep)
+
+
+def _shard(model: nn.Module, layers: Sequence[nn.Module], layout: Layout, meshes: Meshes) -> None:
+    """Apply FSDP2 to the experts of each layer if they are spread, to each layer, and to the model for what is left."""
+    if meshes.shard is None:
         return
-    over = mesh[_DP] if layout.dp_replicate > 1 else mesh["dp_shard"]
-    # After its own forward the outermost unit stays gathered, as is torch's default: its backward follows at once.
     for layer in layers:
-        fully_shard(layer, mesh=over, reshard_after_forward=layout.reshard_after_forward)
-    fully_shard(model, mesh=over, reshard_after_forward=None if layout.reshard_after_forward else False)
+        for module in layer.modules():
+            if isinstance(module, SpreadExperts):
+                assert meshes.experts is not None
+                _shard_experts(module, layout, meshes.experts)
+        fully_shard(layer, mesh=meshes.shard, reshard_after_forward=layout.reshard_after_forward)
+    # After its own forward the outermost unit stays gathered, as is torch's default: its backward follows at once.
+    fully_shard(model, mesh=meshes.shard, reshard_after_forward=None if layout.reshard_after_forward else False)
+
+
+def _shard_experts(module: SpreadExperts, layout: Layout, mesh: DeviceMesh) -> None:
+    """Shard this rank's experts over the ranks that have the same ones, as torchtitan does."""
+    over = mesh.size(mesh.ndim - 1)
+    by_columns = over > len(module.down_proj) and all(p.shape[1] % over == 0 for p in module.parameters())
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=layout.reshard_after_forward,
+        shard_placement_fn=(lambda _: Shard(1)) if by_columns else None,
+    )
+    # They see the tokens of all ranks that the experts are spread over, whose gradients count like those of others.
+    sharded: Any = module
+    sharded.set_gradient_divide_factor(float(layout.dp_replicate * layout.dp_shard * layout.cp))
+    # Where they are divided over one rank, torch divides the gradients itself, and would do so again after the sum.
+    sharded.set_force_sum_reduction_for_comms(over > 1)
 
 
 def _optimizer(model: nn.Module, name: str | None, together: bool | None) -> torch.optim.Optimizer | None:
@@ -136,11 +180,13 @@ def _pipeline(
     parts: Parts,
     example: Batch,
     layout: Layout,
-    mesh: DeviceMesh,
+    meshes: Meshes,
+    stages_mesh: DeviceMesh,
     cuts: Sequence[Cut],
     place: Callable[[nn.Module], nn.Module],
     optimizer: str | None,
     together: bool | None,
+    whole: int,
 ) -> RankJob:
     """Build the stages of this rank, and the schedule that runs them."""
     from torch.distributed.pipelining import PipelineStage
@@ -153,16 +199,9 @@ def _pipeline(
     modules: list[nn.Module] = []
     for index, cut in zip(indices, cuts, strict=True):
         module = cast("Stage", place(stage_of(parts, cut, length)))
-        if layout.tp > 1:
-            divide_tensors(
-                module.model,
-                module.lm_head,
-                mesh["tp"],
-                sequence=layout.sequence_parallel,
-                built_in=parts.is_built_in,
-            )
+        _divide(module.model, module.lm_head, parts, layout, meshes, whole)
         layers = cast("Any", module.model).layers
-        _shard(module, list(layers), layout, mesh)
+        _shard(module, list(layers), layout, meshes)
         modules.append(module)
         hidden, logits = _between(parts, layout, rows, length)
         stages.append(
@@ -173,7 +212,7 @@ def _pipeline(
                 torch.device("cpu"),
                 input_args=(torch.empty(ids.shape, dtype=ids.dtype, device="meta") if index == 0 else hidden,),
                 output_args=(logits if index == layout.num_stages - 1 else hidden,),
-                group=mesh["pp"].get_group(),
+                group=stages_mesh.get_group(),
             )
         )
     kind: Any = get_schedule_class(layout.schedule)
@@ -203,7 +242,7 @@ def _between(parts: Parts, layout: Layout, rows: int, length: int) -> tuple[Tens
 def _tokens(example: Batch) -> tuple[Tensor, Tensor]:
     if not isinstance(example, dict) or not {"input_ids", "labels"} <= example.keys():
         raise ModeError(
-            "a pipeline needs a batch of tokens: {'input_ids': ..., 'labels': ...}, which its first and its last stage "
-            "take. For other batches, build the stages yourself: actmem.profile_rank(build, world=N)."
+            "a pipeline, and a ring of ranks, needs a batch of tokens: {'input_ids': ..., 'labels': ...}. For other "
+            "batches, build the job yourself: actmem.profile_rank(build, world=N)."
         )
     return example["input_ids"], example["labels"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from actmem.expert_loads import ExpertCounts, Routing
 from actmem.layout import Layout
 from actmem.parallelism.flight_copies import MOST_TURNS, TRACED, NotPeriodicError, with_more_in_flight
 from actmem.parallelism.layout_profile import profile_layout
@@ -28,7 +29,7 @@ class StageProfile:
     pp: int
     """Which place."""
     rank: int
-    """A rank that is there: the first."""
+    """A rank that is there: the first, or the one that receives the most tokens if experts are spread over ranks."""
     profile: Profile
     num_profiled: int
     """How many microbatches of a step the profile has. More of them would not change the peak."""
@@ -49,7 +50,7 @@ def profile_stages(
     optimizer: str | None = "adamw",
     together: bool | None = None,
     loss: Callable[[Any], Tensor] | None = None,
-    routing: str = "balanced",
+    routing: Routing = "balanced",
     progress: Callable[[float], None] | None = None,
 ) -> tuple[StageProfile, ...]:
     """Profile one rank for each place of a pipeline; a single one if there is no pipeline.
@@ -77,15 +78,31 @@ def profile_stages(
     known: dict[Any, Profile] = {}
     found: list[StageProfile] = []
     for pp in range(layout.pp):
-        rank = layout.rank_of(pp=pp)
-        if layout.schedule != "1F1B":
-            seen, count = profile_layout(model, example, layout, rank=rank, **options), layout.microbatches
-        else:
-            seen, count = _in_flight(model, example, layout, pp, known, options)
+        first = layout.rank_of(pp=pp)
+        seen, count = _on_rank(model, example, layout, first, known, options)
+        loads = seen.expert_loads
+        if loads is not None and loads.hottest != first:
+            seen, count = _on_rank(model, example, layout, loads.hottest, known, options)
+        rank = first if loads is None else loads.hottest
         found.append(StageProfile(pp, rank, seen, count, layout.microbatches))
         if progress is not None:
             progress((pp + 1) / layout.pp)
     return tuple(found)
+
+
+def _on_rank(
+    model: nn.Module,
+    example: Batch,
+    layout: Layout,
+    rank: int,
+    known: dict[Any, Profile],
+    options: dict[str, Any],
+) -> tuple[Profile, int]:
+    """Return the profile of a rank, and how many microbatches it has."""
+    if layout.schedule != "1F1B":
+        return profile_layout(model, example, layout, rank=rank, **options), layout.microbatches
+    pp = layout.rank_coordinates(rank).pp
+    return _in_flight(model, example, layout, pp, rank - layout.rank_of(pp=pp), known, options)
 
 
 def _in_flight(
@@ -93,20 +110,26 @@ def _in_flight(
     example: Batch,
     layout: Layout,
     pp: int,
+    offset: int,
     known: dict[Any, Profile],
     options: dict[str, Any],
 ) -> tuple[Profile, int]:
-    """Return the profile of a stage of 1F1B, and how many microbatches it has."""
+    """Return the profile of a stage of 1F1B, and how many microbatches it has. `offset`: which of the stage's ranks."""
+    routing = options["routing"]
+    by_layer = isinstance(routing, ExpertCounts) and len(routing.table) > 1
     num = min(layout.microbatches, layout.pp - pp)
     turns = min(layout.microbatches - num, MOST_TURNS)
     for traced in (min(num, TRACED), num):
         cut, layers = _cut(model, layout, pp, traced)
-        key = replace(cut, begin=0), layers, turns
+        key = cut if by_layer else replace(cut, begin=0), layers, turns, offset
         if key not in known:
             short = replace(layout, pp=cut.num_stages, microbatches=traced + turns)
-            rank = short.rank_of(pp=cut.index)
+            rank = short.rank_of(pp=cut.index) + offset
             known[key] = profile_layout(model, example, short, rank=rank, cut=cut, **options)
         seen = known[key]
+        if seen.expert_loads is not None:
+            more = layout.rank_of(pp=pp) + offset - seen.expert_loads.rank
+            seen = replace(seen, expert_loads=seen.expert_loads.shifted(more))
         try:
             longer = with_more_in_flight(seen, cut.num_layers, num - traced)
         except NotPeriodicError:

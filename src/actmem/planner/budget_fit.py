@@ -26,7 +26,7 @@ from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, solve
 from actmem.planner.split_choice import AUTO, check_asked, split_or_whole
 from actmem.planner.written_plan import write_plan
 from actmem.profiles import Profile
-from actmem.profiling import called_as, check_step, for_card, profiles
+from actmem.profiling import OptimizerLike, called_as, check_step, for_card, profiles
 from actmem.settings import STORES, Compiled, Offload, Split
 from actmem.simulation import (
     Simulated,
@@ -59,7 +59,7 @@ def fit(
     loss: Callable[[Any], Tensor] | None = None,
     device: Device | str | None = None,
     offload: str | Offload | None = None,
-    optimizer: str | None = "adamw",
+    optimizer: OptimizerLike = "adamw",
     optimizer_dtype: torch.dtype | None = None,
     microbatches: int = 1,
     shard: int = 1,
@@ -92,8 +92,9 @@ def fit(
         loss: a function of the output; by default `output.loss`, or the output itself if it is a scalar.
         device: whose speed to plan for, and whose memory a fraction is of: such as "h100-80gb". Default: this machine.
         offload: "host" or "disk", or an `Offload`, if values may be offloaded. None keeps them.
-        optimizer: the optimizer to count: "adamw", "adamw_fused", "adam", "sgd", or None for none.
-        optimizer_dtype: the dtype of its state, if it is not that of the parameters.
+        optimizer: the optimizer to count: "adamw", "adamw_fused", "adam", "sgd", an optimizer of the model, a function
+            of a list of parameters that makes one, or None for none.
+        optimizer_dtype: the dtype of the state of a named one, if it is not that of the parameters.
         microbatches: how many batches gradients are accumulated over.
         shard: over how many ranks FSDP2 divides parameters, gradients and optimizer state.
         examples: several batches; the plan holds for each of them.
@@ -184,7 +185,7 @@ def fit(
 
     def profiled(split: Split | None) -> list[Profile]:
         called = f"actmem.fit(model, {what}, budget=..., fake=False)"
-        with called_as(called), for_card(known.has_caching_allocator), split_for_now(model, split):
+        with called_as(called), for_card(known.has_caching_allocator), split_for_now(model, split, found_blocks):
             return profiles(
                 model,
                 batches,

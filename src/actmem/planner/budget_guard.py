@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from actmem.errors import ActmemError, BudgetError, ModeError
+from actmem.modes import OPTIMIZERS
 from actmem.plan import Plan
-from actmem.profiling import argument_names, for_card, named_arguments, profile, shapes_of
+from actmem.profiling import OptimizerLike, argument_names, for_card, named_arguments, profile, shapes_of
 from actmem.shapes import TensorShape
 from actmem.simulation import follow
 from actmem.structure import Condition, condition, condition_digest, difference
@@ -32,9 +33,16 @@ __all__ = ["Guard", "differences", "is_covered"]
 class Guard:
     """A forward pre-hook of a model under a plan with a budget."""
 
-    def __init__(self, model: nn.Module, plan: Plan, loss: Callable[[Any], Tensor] | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        loss: Callable[[Any], Tensor] | None,
+        optimizer: OptimizerLike = None,
+    ) -> None:
         assert plan.predicted is not None
         self._plan, self._predicted, self._loss = plan, plan.predicted, loss
+        self._optimizer = optimizer
         self._planned_for = condition(model)
         self._is_other = self._predicted.modules not in ("", condition_digest(model))
         """The model differs from the one that was planned for: other modules, or other parameters trained."""
@@ -148,6 +156,9 @@ class Guard:
             raise ModeError("the model takes any number of arguments, and some are given by name. Give all by name.")
         predicted = self._predicted
         name, _, dtype = predicted.optimizer.partition(", ")
+        named = name == "none" or name in OPTIMIZERS
+        if not named and self._optimizer is None:
+            raise ModeError(f"the plan counts {name}, which is not here. Write apply(..., optimizer=optimizer).")
         self._resting = True
         try:
             with for_card(predicted.reserved_bytes is not None):
@@ -155,8 +166,8 @@ class Guard:
                     model,
                     batch,
                     loss=self._loss,
-                    optimizer=None if name == "none" else name,
-                    optimizer_dtype=getattr(torch, dtype, None),
+                    optimizer=self._optimizer if not named else None if name == "none" else name,
+                    optimizer_dtype=getattr(torch, dtype, None) if named else None,
                     blocks=",".join(path or "." for path in self._plan.blocks),
                     microbatches=predicted.microbatches,
                     shard=predicted.shard,

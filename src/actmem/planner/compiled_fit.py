@@ -165,7 +165,7 @@ def fit_ladder(
         peak_at=_where(profile, chosen, stepping),
         headroom=headroom,
         microbatches=profile.microbatches,
-        routing=profile.routing,
+        routing="none" if profile.routing == "none" else "any" if fake else "real",
         modules=profile.modules,
         compiled=_said(how),
         assumptions=_unknowns(known, ladder.unknown_workspaces),

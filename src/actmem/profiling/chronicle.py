@@ -68,7 +68,7 @@ _NUMBER_BYTES = 8
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # see NOTE [ The log ]
 class TensorDied(Entry):
     """In forward: a tensor is gone. `settled` leaves those whose storage lives on."""
 
@@ -78,7 +78,7 @@ class TensorDied(Entry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # see NOTE [ The log ]
 class BackwardBegan(LiveEntry):
     """The gradient of a block's output is complete. `expand` needs to know, and leaves it out."""
 
@@ -87,7 +87,7 @@ class BackwardBegan(LiveEntry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # see NOTE [ The log ]
 class BackwardEnded(LiveEntry):
     """The gradient of a block's input is complete. `expand` needs to know, and leaves it out."""
 
@@ -96,7 +96,7 @@ class BackwardEnded(LiveEntry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # see NOTE [ The log ]
 class Allocated(Entry):
     """The step allocated a storage. `changes` leaves it out of the log."""
 
@@ -105,7 +105,7 @@ class Allocated(Entry):
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # see NOTE [ The log ]
 class Freed(Entry):
     """A storage is no longer counted. `changes` leaves it out of the log."""
 

@@ -33,12 +33,12 @@ import torch
 from torch import Tensor, nn
 
 from actmem.engine import has_bytes, put_together, take_apart
-from actmem.log_entries import Entered, Entry, LayerEntry, Left, StorageDied, Unpacked
+from actmem.log_entries import Entered, Entry, LayerEntry, Left, OpRan, StorageDied, Unpacked
 from actmem.measuring import storages_of
 from actmem.profiles import Layer
 from actmem.profiling.chronicle import Allocated, BackwardBegan, BackwardEnded, Chronicle, Freed
 from actmem.profiling.reads import Reads
-from actmem.torchcompat import without_dispatch_modes
+from actmem.torchcompat import FakeTensor, active_fake_mode, without_dispatch_modes
 
 __all__ = ["Skipped", "Template", "expand", "identity", "numbers_of", "signature", "skip"]
 
@@ -231,8 +231,10 @@ def _geometry(x: Tensor) -> _Geometry:
 
 
 def _made(like: _Geometry, chronicle: Chronicle) -> Tensor:
-    with chronicle.pause():
-        made = torch.empty_strided(like.size, like.stride, dtype=like.dtype, device=like.device)
+    mode = active_fake_mode()
+    with without_dispatch_modes():
+        bare = torch.empty_strided(like.size, like.stride, dtype=like.dtype, device="meta")
+    made = FakeTensor(mode, bare, like.device)
     chronicle.ledger.returned(made)
     return made
 
@@ -423,7 +425,9 @@ class _Part:
         """
         shift = live_bytes - self._live_bytes
         for entry in self._entries:
-            if isinstance(entry, StorageDied):
+            if isinstance(entry, OpRan):
+                yield entry.shifted(shift)
+            elif isinstance(entry, StorageDied):
                 yield StorageDied(names.get(entry.storage, entry.storage))
             elif isinstance(entry, Allocated):
                 if entry.storage not in names:
@@ -446,7 +450,7 @@ def _renamed(layer: Layer, s: Skipped, sizes: dict[int, int]) -> tuple[Layer, di
         if value.kind == "made" and value.storage not in names:
             names[value.storage] = number = len(sizes)
             sizes[number] = sizes[value.storage]
-    values = tuple(replace(v, storage=names.get(v.storage, v.storage)) for v in layer.values)
+    values = tuple(replace(v, storage=names[v.storage]) if v.storage in names else v for v in layer.values)
     calls = tuple(
         replace(c, writes=tuple(replace(w, storage=names.get(w.storage, w.storage)) for w in c.writes))
         if c.writes

@@ -6,12 +6,16 @@ which attention multiplies, the indices that a sort moves along. So each call ru
 allocator's log says what it took. Calls are the same if operator, shapes, memory layout and numbers are. Their tensors
 are zeros, which every index may be, and masks select everything: other numbers do not take more.
 
+A grouped product is the exception: how many rows its largest group has is a router's choice, and its kernel copies
+those rows. More rows may take less, where the kernel begins to go through them piece by piece. So it runs with one
+group of many sizes, up to all rows, and the most that it took is what counts, however the rows are routed.
+
 Operators of other libraries may have effects: they do not run. The random generator is as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +28,9 @@ from actmem.torchcompat import log_allocations, logged_allocations, never_compil
 __all__ = ["KernelWorkspaces"]
 
 _LIBRARIES = ("aten", "mkldnn", "prims")
+_EACH, _OFTEN = 64, 512
+"""Groups of a grouped product: every size up to the first number is tried, every multiple of it up to the second, and
+beyond those powers of two."""
 
 
 class KernelWorkspaces:
@@ -75,14 +82,34 @@ def _measured(func: Any, leaves: list[Any], spec: Any) -> int:
         raise TypeError("what other libraries do is not known")
     with without_dispatch_modes(), torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
         args, kwargs = pytree.tree_unflatten(list(map(_real, leaves)), spec)
-        if not log_allocations():
-            raise RuntimeError("another profiler runs")
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            changes = logged_allocations()
-        del result
+        return max(_run(func, args, kwargs) for _ in _group_sizes(func, args, kwargs))
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    if not log_allocations():
+        raise RuntimeError("another profiler runs")
+    try:
+        result = func(*args, **kwargs)
+    finally:
+        changes = logged_allocations()
+    del result
     return workspace_bytes([change for change in changes if isinstance(change, int)])
+
+
+def _group_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
+    """Give the first group of a grouped product as many rows as it may have, one number after the other."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    ends = given.get("offs")
+    if ends is None:
+        yield 0
+        return
+    one, other = given["self"], given["mat2"]
+    most = other.shape[-1] if one.dim() == 3 else one.shape[-1] if other.dim() == 2 else one.shape[0]
+    tried = {*range(_EACH + 1), *range(_EACH, _OFTEN + 1, _EACH), *(2**n for n in range(most.bit_length()))}
+    for size in sorted(n for n in {*tried, most} if n <= most):
+        ends.fill_(size)
+        yield size
 
 
 def _real(leaf: Any) -> Any:

@@ -15,7 +15,6 @@ exchanged for stand-ins without bytes while it runs, in place. Numbers are assum
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,15 +25,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from actmem.errors import ActmemError, UnsupportedError
+from actmem.errors import ActmemError
 from actmem.log_entries import Entered, Entry, GradientsCounted, PhaseBegan
-from actmem.measuring import NO_TASK, current_task, tensors_in, watches
+from actmem.measuring import NO_TASK, current_task, state_tensors, tensors_in, watches
 from actmem.profiles import Profile
 from actmem.profiling.chronicle import Chronicle
-from actmem.profiling.complaints import for_real, quiet, told
+from actmem.profiling.complaints import quiet, told
 from actmem.profiling.examples import argument_names, named_arguments, shapes_of
 from actmem.profiling.fake_model import Assuming, StandIns, refuse_recurrent
 from actmem.profiling.numbers import Numbers
+from actmem.profiling.optimizer_trial import refuse_fakes
 from actmem.profiling.pipeline_actions import PipelineActions
 from actmem.profiling.reach import Reach
 from actmem.profiling.restored_state import Preserved
@@ -86,7 +86,7 @@ def profile_loop(
     finally:
         loop.restore()
     del loop
-    _refuse_fakes(mode)
+    refuse_fakes(mode)
     return seen
 
 
@@ -241,7 +241,7 @@ class _Loop:
             if parameter.is_leaf and parameter.grad is not None:
                 yield parameter.grad, "gradients"
         for optimizer in optimizers:
-            for tensor in tensors_in(dict(optimizer.state)):
+            for tensor in state_tensors(optimizer):
                 yield tensor, "optimizer_state"
 
 
@@ -324,16 +324,3 @@ watches(__file__)  # its handler comes between torch's and the chronicle's
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(value is not None for value in (*args[1:], kwargs.get("closure")))
-
-
-def _refuse_fakes(mode: Any) -> None:
-    """Make sure that no tensor without bytes is left where training would find it."""
-    gc.collect()
-    left = [t for t in gc.get_objects() if type(t) is FakeTensor and t.fake_mode is mode]
-    if left:
-        keepers = sorted({type(k).__name__ for k in gc.get_referrers(left[0]) if k is not left})
-        raise UnsupportedError(
-            f"the step left {len(left)} tensors without bytes behind, one of shape {list(left[0].shape)} in a "
-            f"{', '.join(keepers) or 'place that cannot be followed'}: what keeps them cannot be restored. Empty it "
-            f"before training, and profile a real step: {for_real()}."
-        )

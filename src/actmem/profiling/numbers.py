@@ -73,10 +73,15 @@ for _name in (
 
 
 class Numbers(TorchFunctionMode):
-    """Answers code that asks a fake tensor for its number."""
+    """Answers code that asks a fake tensor for its number.
 
-    def __init__(self) -> None:
+    Args:
+        comparable: the numbers may be compared, as Adafactor does with the norm of a parameter.
+    """
+
+    def __init__(self, *, comparable: bool = False) -> None:
         super().__init__()
+        self._comparable = comparable
         self._zeros: dict[int, weakref.ref[Any]] = {}
         """What a gradient scaler found: no overflow."""
 
@@ -99,7 +104,8 @@ class Numbers(TorchFunctionMode):
             return _nested(tensor.shape)
         if func is _TENSOR.item:
             known = self._zeros.get(id(tensor.untyped_storage()))
-            return 0.0 if known is not None and known() is not None else _number(tensor)
+            number = 0.0 if known is not None and known() is not None else _number(tensor)
+            return float(number) if self._comparable else number
         if func is _TENSOR.__format__ and not tensor.dim():
             return format(_number(tensor), *rest)
         if func in (_TENSOR.__format__, _TENSOR.__repr__):

@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from actmem.measuring import measure
 from actmem.modes import check_optimizer
 from actmem.profiling.chronicle import Allocated, Chronicle, Freed
+from actmem.profiling.optimizer_trial import Factory, OptimizerTrial, try_optimizer
 from actmem.torchcompat import FakeTensor, FakeTensorMode
 
-__all__ = ["optimizer_bytes", "optimizer_on_card"]
+__all__ = ["OptimizerLike", "optimizer_bytes", "optimizer_of", "optimizer_on_card"]
 
 _NUM_ELEMENTS = 1024
 """Of a parameter that stands for all of its dtype: enough to tell tensors of its shape from counters."""
@@ -26,6 +28,44 @@ _CLASSES: dict[str, Any] = {
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
 }
+
+
+OptimizerLike = str | Optimizer | Factory | None
+"""One of `modes.OPTIMIZERS`, an optimizer, a function that makes one of a list of parameters, or none."""
+
+
+def optimizer_of(
+    optimizer: OptimizerLike,
+    parameters: Mapping[str, Tensor],
+    unused: Collection[str] = (),
+    *,
+    dtype: torch.dtype | None = None,
+    together: bool = False,
+) -> OptimizerTrial:
+    """Return what an optimizer takes.
+
+    Args:
+        optimizer: which one.
+        parameters: those of the model, by their names.
+        unused: names of the parameters that get no gradient.
+        dtype: the dtype of the state of a named one, if it differs from that of the parameters.
+        together: the model is on an accelerator.
+
+    >>> layer = dict(nn.Linear(4, 4).named_parameters())
+    >>> optimizer_of(torch.optim.SGD, layer).name, optimizer_of("sgd", layer).name
+    ('SGD, no state', 'sgd, float32')
+    """
+    check_optimizer(optimizer)
+    if optimizer is None:
+        return OptimizerTrial("none", 0, 0)
+    if not isinstance(optimizer, str):
+        return try_optimizer(optimizer, parameters, unused, together=together)
+    used = [p for name, p in parameters.items() if name not in unused]
+    state, transient = optimizer_bytes(used, optimizer, dtype=dtype, together=together)
+    stock, memory = optimizer_on_card(used, optimizer, dtype=dtype)
+    kinds = sorted({str(dtype or p.dtype).removeprefix("torch.") for p in parameters.values() if p.requires_grad})
+    called = f"{optimizer}, {' and '.join(kinds) or 'nothing to train'}"
+    return OptimizerTrial(called, state, transient, stock, memory)
 
 
 def optimizer_bytes(

@@ -119,6 +119,8 @@ class Reach:
 
 def _content(value: Any) -> Any:
     """Return what an object contains, as a separate plain container; None if it is not searched."""
+    if isinstance(value, _CLOSED):
+        return None
     if isinstance(value, Tensor):
         hooks = [*_hooks(value, "_backward_hooks"), *_hooks(value, "_post_accumulate_grad_hooks")]
         return (value.grad if value.is_leaf else None, hooks, dict(getattr(value, "__dict__", {})))
@@ -148,7 +150,7 @@ def _content(value: Any) -> Any:
 
 
 def _of_object(value: Any) -> dict[str, Any] | None:
-    if isinstance(value, _CLOSED) or not hasattr(value, "__dict__"):
+    if not hasattr(value, "__dict__"):
         return _slots(value)
     package = type(value).__module__.partition(".")[0]
     if package in _STANDARD and not isinstance(value, _OPEN):
@@ -157,7 +159,7 @@ def _of_object(value: Any) -> dict[str, Any] | None:
 
 
 def _slots(value: Any) -> dict[str, Any] | None:
-    if isinstance(value, _CLOSED) or type(value).__module__.partition(".")[0] in {*_STANDARD, "numpy"}:
+    if type(value).__module__.partition(".")[0] in {*_STANDARD, "numpy"}:
         return None
     names = [n for kind in type(value).__mro__ for n in _names(vars(kind).get("__slots__", ()))]
     return {n: getattr(value, n, _MISSING) for n in names} or None

@@ -50,6 +50,8 @@ class RouterChoice:
         """The ranks that experts are spread over; empty until they exchange something."""
         self._index = 0
         """Which of them this process is."""
+        self._tables: list[Tensor] = []
+        """What each rank, or this one for all, chose last."""
         self._num_choices, self._layer, self._num_calls = 0, 0, 0
         self._rehearses = False
 
@@ -118,7 +120,7 @@ class RouterChoice:
             if isinstance(self.routing, Quantile):
                 deviations = NormalDist().inv_cdf(self.routing.fraction)
             counts = _even(rows, width, num_choices, deviations)
-        self._note([counts] * num_ranks)
+        self._tables = [counts]
         return counts
 
     def _measured(self, rows: int, width: int) -> Tensor:
@@ -136,13 +138,15 @@ class RouterChoice:
                 f"{int(counts.max()):,} at most, but {rows:,} tokens choose {width} experts each: {rows * width:,} in "
                 f"all, and {rows:,} at most. Expected counts of one step with the same number of tokens."
             )
-        self._note(list(table) if several else [counts] * (len(self._ranks) or 1))
+        self._tables = list(table) if several else [counts]
         return counts
 
-    def _note(self, tables: list[Tensor]) -> None:
+    def _note(self) -> None:
+        """Note what was chosen before an exchange. A router may choose before that too: groups of experts, say."""
         num_ranks = len(self._ranks)
         if num_ranks < 2 or self._num_choices % num_ranks or self._rehearses:
             return
+        tables = self._tables if len(self._tables) == num_ranks else self._tables * num_ranks
         by_rank = torch.stack(tables).sum(0).reshape(num_ranks, -1).sum(1)
         rows = tuple(int(n) for n in by_rank)
         if self.loads is None or max(rows) > max(self.loads.rows):
@@ -166,6 +170,7 @@ class RouterChoice:
             return
         if ranks != self._ranks:
             self._ranks, self._index = ranks, index
+        self._note()
         pieces = self._sent(source, splits) if is_all_to_all else self._told(source)
         if isinstance(targets, Tensor):
             targets.copy_(torch.cat([p.reshape(-1) for p in pieces]).reshape(targets.shape))

@@ -11,10 +11,13 @@ take: the predicted peak lies above the observed one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
-from actmem.log_entries import Dropped, OpRan, PhaseBegan, Unpacked
+from actmem.log_entries import Dropped, Entry, OpRan, PhaseBegan, Unpacked
 from actmem.profiles import Cost, Profile
+from actmem.profiling.optimizer_trial import OptimizerTrial
 
 __all__ = ["STEP", "sharded", "with_optimizer", "without_gradients"]
 
@@ -22,23 +25,26 @@ STEP = "optimizer step"
 """The name used for the operator where the optimizer's step is the peak."""
 
 
-def with_optimizer(profile: Profile, name: str, state_bytes: int, transient_bytes: int) -> Profile:
+def with_optimizer(profile: Profile, optimizer: OptimizerTrial) -> Profile:
     """Add what an optimizer keeps, and its step at the end.
 
-    >>> with_optimizer(Profile(base_bytes=10), "adamw", 20, 5).base_bytes
+    >>> with_optimizer(Profile(base_bytes=10), OptimizerTrial("adamw", 20, 5)).base_bytes
     30
     """
+    state_bytes = optimizer.state_bytes
     log = [entry.shifted(state_bytes) for entry in profile.log]
     costs = profile.costs
-    if name != "none" and log:
+    if optimizer.name != "none" and log:
         end = next(e for e in reversed(log) if isinstance(e, PhaseBegan) and e.name == "end")
-        log.append(OpRan(len(costs), end.live_bytes + transient_bytes))
+        log.append(OpRan(len(costs), end.live_bytes + optimizer.step_bytes))
         costs = (*costs, Cost(STEP, 0, 0, ""))
     return replace(
         profile,
         base_bytes=profile.base_bytes + state_bytes,
         optimizer_bytes=state_bytes,
-        optimizer=name,
+        optimizer=optimizer.name,
+        optimizer_stock=optimizer.stock,
+        optimizer_memory=optimizer.memory,
         log=tuple(log),
         costs=costs,
     )
@@ -70,10 +76,14 @@ def sharded(profile: Profile, num_ranks: int) -> Profile:
     """
     if num_ranks == profile.shard:
         return profile
-    now, before = _sharding(profile, num_ranks), _sharding(profile, profile.shard)
-    log = tuple(e.shifted(a - b) for e, a, b in zip(profile.log, now, before, strict=True))
+    now, before = dict(_sharding(profile, num_ranks)), dict(_sharding(profile, profile.shard))
+    log: list[Entry] = []
+    here = there = 0
+    for begin, end in pairwise(sorted({*now, *before, len(profile.log)})):
+        here, there = now.get(begin, here), before.get(begin, there)
+        log += [entry.shifted(here - there) for entry in profile.log[begin:end]]
     base_bytes = profile.base_bytes + _static(profile, num_ranks) - _static(profile, profile.shard)
-    return replace(profile, shard=num_ranks, base_bytes=base_bytes, log=log)
+    return replace(profile, shard=num_ranks, base_bytes=base_bytes, log=tuple(log))
 
 
 def _static(profile: Profile, num_ranks: int) -> int:
@@ -83,10 +93,11 @@ def _static(profile: Profile, num_ranks: int) -> int:
     return -(held - held // num_ranks)
 
 
-def _sharding(profile: Profile, num_ranks: int) -> list[int]:
-    """Return for each entry of the log how many more bytes are alive on one of so many ranks."""
+def _sharding(profile: Profile, num_ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield how many more bytes are alive on one of so many ranks, and from which entry of the log on."""
+    yield 0, 0
     if num_ranks == 1:
-        return [0] * len(profile.log)
+        return
     inside = {layer.path: layer for layer in profile.layers}
     in_blocks = sum(layer.parameters_bytes for layer in inside.values())
     largest = max((layer.parameters_bytes for layer in inside.values()), default=0)
@@ -95,16 +106,15 @@ def _sharding(profile: Profile, num_ranks: int) -> list[int]:
     static = _static(profile, num_ranks)
     gathered = outside + 2 * largest
     last = {e.layer: at for at, e in enumerate(profile.log) if isinstance(e, (Unpacked, Dropped))}
-    done = {at: profile.layers[layer].gradients_bytes for layer, at in last.items()}
-    found: list[int] = []
-    scattered, backward, ended = 0, False, False
-    for at, entry in enumerate(profile.log):
-        if isinstance(entry, PhaseBegan):
-            backward, ended = entry.name == "backward", entry.name == "end"
-            if ended and profile.microbatches == 1:
+    done = {at + 1: profile.layers[layer].gradients_bytes for layer, at in last.items()}
+    phases = {at: entry.name for at, entry in enumerate(profile.log) if isinstance(entry, PhaseBegan)}
+    scattered, phase = 0, ""
+    for at in sorted({0, *done, *phases}):
+        phase = phases.get(at, phase)
+        if profile.microbatches == 1:
+            if at in done:
+                scattered -= done[at] - done[at] // num_ranks
+            if phases.get(at) == "end":
                 scattered = -(profile.gradients_bytes - profile.gradients_bytes // num_ranks)
-        buffers = 0 if ended else gathered + (largest_gradients if backward else 0)
-        found.append(static + buffers + scattered)
-        if at in done and profile.microbatches == 1:
-            scattered -= done[at] - done[at] // num_ranks
-    return found
+        buffers = 0 if phase == "end" else gathered + (largest_gradients if phase == "backward" else 0)
+        yield at, static + buffers + scattered

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,10 +26,12 @@ from actmem.profiling.equal_blocks import identity
 from actmem.profiling.examples import shapes_of
 from actmem.profiling.fake_model import Assuming, fake_batch, fake_copy
 from actmem.profiling.loops import profile_loop
-from actmem.profiling.optimizer_state import optimizer_bytes, optimizer_on_card
+from actmem.profiling.optimizer_state import OptimizerLike, optimizer_of
 from actmem.profiling.restored_state import Restored
 from actmem.profiling.session import Session
 from actmem.profiling.shards import sharded, with_optimizer, without_gradients
+from actmem.settings import Split, check_split
+from actmem.splitting import split_for_now
 from actmem.structure import Block, check_module, condition_digest, find_blocks, fingerprint
 from actmem.torchcompat import FakeTensorMode
 
@@ -45,11 +48,12 @@ def profile(
     blocks: str | Sequence[str] | None = None,
     scope: Sequence[str] | None = None,
     routing: str = "balanced",
-    optimizer: str | None = "adamw",
+    optimizer: OptimizerLike = "adamw",
     optimizer_dtype: torch.dtype | None = None,
     microbatches: int = 1,
     shard: int = 1,
     device: Device | str | None = None,
+    split: Split | None = None,
 ) -> Profile:
     """Find out what one training step of a model does, value by value.
 
@@ -67,14 +71,16 @@ def profile(
         blocks: where the blocks are, as for `apply`.
         scope: the towers whose blocks to use, as for `apply`.
         routing: what a fake step assumes of routers: "balanced", or "worst", where the same experts get every token.
-        optimizer: the optimizer whose state and step are counted: "adamw", "adamw_fused", "adam", "sgd", or
-            None for none.
-        optimizer_dtype: the dtype of its state, if it differs from that of the parameters.
+        optimizer: the optimizer whose state and step are counted: "adamw", "adamw_fused", "adam", "sgd", or None for
+            none. Or an optimizer of the model, or a function of a list of parameters that makes one, such as
+            `torch.optim.Adafactor`: its step is run on tensors without bytes, and nothing of it changes.
+        optimizer_dtype: the dtype of the state of a named one, if it differs from that of the parameters.
         microbatches: how many batches a step accumulates gradients over. With more than one, gradients stay in between.
         shard: over how many ranks FSDP2 divides parameters, gradients and optimizer state.
         device: the device that the profile is for, such as "h100-80gb". If it is a card, the step is run in the dtypes
             that autocast has there, under `torch.autocast("cpu")` too. Under `torch.autocast("cuda")` it always is.
             Default: the model's.
+        split: what the step computes in pieces of tokens, as for `apply`.
 
     >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)])
     >>> found = profile(model, (torch.randn(2, 8),), loss=torch.sum)
@@ -108,10 +114,16 @@ def profile(
         )
     known = find_device(device) if isinstance(device, str) else device
     is_for_card = known is not None and known.has_caching_allocator
-    with for_card() if is_for_card else contextlib.nullcontext():
+    if split is not None:
+        check_split(split)
+    pieces = (
+        contextlib.nullcontext() if split is None else split_for_now(model, split, find_blocks(model, blocks, scope))
+    )
+    with for_card() if is_for_card else contextlib.nullcontext(), pieces:
         return profiles(model, [] if example is None else [example], step=step, **options)[0]
 
 
+@uncollected()
 def profiles(
     model: nn.Module,
     examples: Sequence[dict[str, Any] | tuple[Any, ...]],
@@ -122,7 +134,7 @@ def profiles(
     blocks: str | Sequence[str] | None,
     scope: Sequence[str] | None,
     routing: str,
-    optimizer: str | None,
+    optimizer: OptimizerLike,
     optimizer_dtype: torch.dtype | None,
     microbatches: int,
     shard: int,
@@ -132,7 +144,7 @@ def profiles(
         given = {
             "example": bool(examples),
             "loss": loss is not None,
-            "optimizer": optimizer != "adamw",
+            "optimizer": not (isinstance(optimizer, str) and optimizer == "adamw"),
             "optimizer_dtype": optimizer_dtype is not None,
             "microbatches": microbatches != 1,
             "shard": shard != 1,
@@ -141,6 +153,11 @@ def profiles(
     _check(model, examples, routing=routing, microbatches=microbatches, shard=shard, fake=fake)
     check_optimizer(optimizer)
     found = find_blocks(model, blocks, scope)
+    if optimizer_dtype is not None and not (optimizer is None or isinstance(optimizer, str)):
+        raise ModeError(
+            "optimizer_dtype is for an optimizer that is named: one that is given makes its state itself, and the "
+            "dtypes of that are seen. Omit it."
+        )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if step is not None:
         facts: dict[str, Any] = _facts(model, found, fake=fake)
@@ -149,22 +166,13 @@ def profiles(
     with profiled_autocast(device):
         seen = [_seen(model, found, device, example, loss, routing, microbatches, fake=fake) for example in examples]
     unused = frozenset[str].intersection(*(its for _, its in seen))
-    state, transient = optimizer_bytes(
-        [p for name, p in model.named_parameters() if name not in unused],
-        optimizer,
-        dtype=optimizer_dtype,
-        together=device.type not in ("cpu", "meta"),
+    named = dict(model.named_parameters())
+    absent = sum(p.nbytes for name, p in named.items() if name in unused)
+    found_optimizer = optimizer_of(
+        optimizer, named, unused, dtype=optimizer_dtype, together=device.type not in ("cpu", "meta")
     )
-    stock, memory = optimizer_on_card(
-        [p for name, p in model.named_parameters() if name not in unused], optimizer, dtype=optimizer_dtype
-    )
-    absent = sum(p.nbytes for name, p in model.named_parameters() if name in unused)
-    trained = sorted(
-        {str(optimizer_dtype or p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
-    )
-    called = "none" if optimizer is None else f"{optimizer}, {' and '.join(trained) or 'nothing to train'}"
-    whole = [with_optimizer(without_gradients(p, absent), called, state, transient) for p, _ in seen]
-    return [sharded(replace(p, optimizer_stock=stock, optimizer_memory=memory), shard) for p in whole]
+    whole = [with_optimizer(without_gradients(p, absent), found_optimizer) for p, _ in seen]
+    return [sharded(p, shard) for p in whole]
 
 
 def _check(
@@ -174,7 +182,7 @@ def _check(
     check_module(model)
     if not model.training:
         raise ModeError("the model is in eval mode, but a profile needs a training step. Call model.train() first.")
-    if not any(t.requires_grad for t in (*model.parameters(), *tensors(examples))):
+    if not any(t.requires_grad for t in chain(model.parameters(), tensors(examples))):
         raise ModeError(
             f"{type(model).__name__} is frozen: none of its parameters requires a gradient, so no step trains anything "
             "and nothing is held for a backward pass. Unfreeze what should be trained first, such as "

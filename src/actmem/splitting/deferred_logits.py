@@ -35,6 +35,7 @@ from torch import Tensor
 
 from actmem.errors import UnsupportedError, VersionError
 from actmem.splitting.row_chunks import Head
+from actmem.torchcompat import without_overrides, wrapper_tensor
 
 __all__ = [
     "LOGITS",
@@ -55,10 +56,14 @@ class Deferral:
     """What happened to one head's outputs."""
 
     num_chunks: int
+    gradients: str = "forward"
+    """When the gradients of a loss are found: in the forward or in the backward pass."""
+    exact: bool = False
+    """Whether every sum keeps its order."""
     num_deferred: int = 0
     """How many outputs were deferred."""
-    in_graphs: bool = False
-    """Whether the head was called inside a compiled graph, where its output is what it always was."""
+    few_rows: int | None = None
+    """How many rows an output had that was not deferred because there are more chunks."""
     made_real: dict[str, int] = field(default_factory=dict[str, int])
     """Who made a whole tensor of logits, and how often."""
     in_chunks: dict[str, int] = field(default_factory=dict[str, int])
@@ -141,8 +146,7 @@ class DeferredLogits(Tensor):
     ) -> DeferredLogits:
         """Create one for a head's input."""
         needs = any(x.requires_grad for x in (hidden, *head.weights, *operands))
-        make: Any = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-        self: DeferredLogits = make(
+        self: DeferredLogits = wrapper_tensor(
             cls,
             (*hidden.shape[:-1], head.num_classes),
             dtype=dtype,
@@ -164,7 +168,7 @@ class DeferredLogits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            with without_overrides():
                 return func(*args, **kwargs)
         rule = RULES.get(func)
         if rule is not None and all(x.made is None for x in _deferred(args, kwargs)):

@@ -2,63 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from actmem.errors import ModeError
+from actmem.errors import ModeError, UnsupportedError
 from actmem.ops import did_you_mean
 from actmem.settings import Split
 from actmem.splitting.deferred_logits import Deferral, DeferredLogits
+from actmem.splitting.module_calls import SplitCall
 from actmem.splitting.row_chunks import Head
 from actmem.structure import find_head
 from actmem.torchcompat import named_modules
 
-__all__ = ["SplitHead", "carry_split", "split_for_now", "split_head"]
+__all__ = ["SplitHead", "split_head"]
 
 
-class SplitHead:
-    """Stands in for the call of a head, until `remove`.
+class SplitHead(SplitCall):
+    """Stands in for the call of a head: it returns deferred logits."""
 
-    It is the head's `_compiled_call_impl`, which `nn.Module.__call__` asks first, and which torch leaves out of pickles
-    and copies.
-    """
+    def __init__(
+        self, module: nn.Module, path: str, num_chunks: int, *, gradients: str = "forward", exact: bool = False
+    ) -> None:
+        super().__init__(module, path)
+        self.deferral = Deferral(num_chunks, gradients, exact)
 
-    def __init__(self, module: nn.Module, path: str, num_chunks: int) -> None:
-        self.path = path
-        self.deferral = Deferral(num_chunks)
-        self._module: Any = module
-        self._before = self._module._compiled_call_impl
-        self._module._compiled_call_impl = self
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return deferred logits, if the head is called with hidden states alone and a gradient is wanted.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return deferred logits in training, and otherwise what the head returns."""
-        module = self._module
-        if torch.compiler.is_compiling():
-            self.deferral.in_graphs = True
-            return module._call_impl(*args, **kwargs)
+        Raises:
+            UnsupportedError: the head is divided over ranks; or sums are to keep their order, and its weights take a
+                gradient.
+        """
         hidden = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(hidden, Tensor) or not (module.training and torch.is_grad_enabled()) or _is_hooked(module):
-            return module._call_impl(*args, **kwargs)
-        head = _head(module)
+        if not isinstance(hidden, Tensor):
+            return self.whole(args, kwargs)
+        head, deferral = _head(self.module), self.deferral
         if hidden.numel() == 0 or not any(x.requires_grad for x in (hidden, *head.weights)):
-            return module._call_impl(*args, **kwargs)
+            return self.whole(args, kwargs)
         num_rows = hidden.numel() // hidden.shape[-1]
-        self.deferral.num_deferred += 1
+        if num_rows < deferral.num_chunks:
+            deferral.few_rows = num_rows
+            return self.whole(args, kwargs)
+        if deferral.exact and any(w.requires_grad for w in head.weights):
+            raise UnsupportedError(
+                f"exact = True: {self.path or 'the head'} takes a gradient, which is a sum over tokens, and in chunks "
+                "it is added in another order. Freeze it (requires_grad_(False)), or leave exact=True out: then "
+                "actmem.verify says how large the difference is."
+            )
+        deferral.num_deferred += 1
         hidden, head = _cast(hidden, head)
-        return DeferredLogits(hidden, head, self.deferral, -(-num_rows // self.deferral.num_chunks), dtype=hidden.dtype)
+        return DeferredLogits(hidden, head, deferral, -(-num_rows // deferral.num_chunks), dtype=hidden.dtype)
+
+    def is_hooked(self) -> bool:
+        """Whether hooks run when the head is called. A head that is divided by vocabulary is refused."""
+        divided = next((p for p in self.module.parameters() if hasattr(p, "device_mesh")), None)
+        if divided is not None:
+            how = getattr(divided, "placements", "a mesh")
+            raise UnsupportedError(
+                f"{self.path or 'the head'} is divided over ranks (a DTensor, {how}), and its logits cannot be "
+                "computed in chunks: each rank has a part of the classes. Leave split out, and use torch's own "
+                "torch.distributed.tensor.parallel.loss_parallel(); or keep the head whole on every rank."
+            )
+        return super().is_hooked()
+
+    def copied_to(self, module: nn.Module) -> SplitHead:
+        """Split a copy of the head in the same way."""
+        its = self.deferral
+        return SplitHead(module, self.path, its.num_chunks, gradients=its.gradients, exact=its.exact)
 
     def notes(self) -> list[str]:
         """Say what became of the logits, in sentences for a report."""
         deferral, named = self.deferral, self.path or "the model itself"
-        if deferral.in_graphs:
+        if self.in_graphs:
             return [f"the output of {named} was not split: it was called inside a compiled graph."]
+        if not deferral.num_deferred and deferral.few_rows is not None:
+            few = f"{deferral.few_rows} row{'' if deferral.few_rows == 1 else 's'}"
+            return [f"the output of {named} was not split: it has {few}, fewer than {deferral.num_chunks} chunks."]
         if not deferral.num_deferred:
-            return [f"the output of {named} was not split: it has not been called in training mode, or has hooks."]
+            why = (
+                "it has not been called in training mode (some trainers compute the loss from its weight), or has hooks"
+            )
+            return [f"the output of {named} was not split: {why}."]
         lines = [f"{named}: logits in {deferral.num_chunks} chunks of tokens, for {_counted(deferral.in_chunks)}."]
         if not deferral.in_chunks:
             lines = []
@@ -66,19 +93,9 @@ class SplitHead:
             lines.append(f"{named}: a whole tensor of logits was made for {_counted(deferral.made_real)}.")
         return lines
 
-    def remove(self) -> None:
-        """Let the head compute its output itself again."""
-        self._module._compiled_call_impl = self._before
-
 
 def _counted(counts: dict[str, int]) -> str:
     return ", ".join(name if num == 1 else f"{name} ({num} times)" for name, num in counts.items())
-
-
-def _is_hooked(module: Any) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 def _cast(hidden: Tensor, head: Head) -> tuple[Tensor, Head]:
@@ -122,24 +139,4 @@ def split_head(model: nn.Module, split: Split) -> SplitHead:
             "one that makes the logits: Split(loss=16, head='path.of.the.head')."
         )
     chunks = split.loss if isinstance(split.loss, int) else max(2, -(-classes // width))
-    return SplitHead(module, path, chunks)
-
-
-def carry_split(original: nn.Module, copied: nn.Module) -> None:
-    """Split the head of a copy as that of the original is split: copies of a model do not carry it over."""
-    copies = dict(named_modules(copied))
-    for path, module in named_modules(original):
-        found = vars(module).get("_compiled_call_impl")
-        if isinstance(found, SplitHead):
-            SplitHead(copies[path], path, found.deferral.num_chunks)
-
-
-@contextmanager
-def split_for_now(model: nn.Module, split: Split | None) -> Generator[None]:
-    """Split the head while this is entered, to see what a step then does."""
-    head = None if split is None else split_head(model, split)
-    try:
-        yield
-    finally:
-        if head is not None:
-            head.remove()
+    return SplitHead(module, path, chunks, gradients=split.gradients, exact=split.exact)

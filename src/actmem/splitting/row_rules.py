@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from actmem.errors import UnsupportedError
 from actmem.splitting.deferred_logits import (
     LOGITS,
     METADATA,
@@ -252,7 +253,14 @@ def _loss(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     count(x.deferral.in_chunks, name_of(func))
     ignored, reduction = given.get("ignore_index", -100), given.get("reduction", "mean")
     smoothing = given.get("label_smoothing", 0.0)
-    if func is functional.cross_entropy and smoothing == 0.0 and _torch_can(x):
+    exact = x.deferral.exact
+    if exact and (weight is not None or smoothing != 0.0):
+        raise UnsupportedError(
+            f"exact = True: {name_of(func)} with class weights or label smoothing adds up its rows in an order that "
+            "cannot be kept in chunks. Leave exact=True out of the Split."
+        )
+    in_forward = x.deferral.gradients == "forward" and not exact
+    if in_forward and func is functional.cross_entropy and smoothing == 0.0 and _torch_can(x):
         return _by_torch(x, target, weight, reduction, ignored)
     more = {"label_smoothing": smoothing} if func is functional.cross_entropy else {}
     node = x.node
@@ -268,7 +276,14 @@ def _loss(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     operands = [*map(_rows, x.operands), target.reshape(-1, 1)]
     if reduction == "none":
         return row_values(x.head, each, x.chunk_rows, x.hidden, operands)
-    found = scalar_sum(x.head, each, x.chunk_rows, x.hidden, operands)
+    if not in_forward:
+        values = row_values(x.head, each, x.chunk_rows, x.hidden, operands)
+        if weight is None:  # torch's own sum over rows: in its order
+            chosen = torch.where(target != ignored, 0, -100)
+            return functional.nll_loss(-values.unsqueeze(1), chosen, ignore_index=-100, reduction=reduction)
+        found = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
+    else:
+        found = scalar_sum(x.head, each, x.chunk_rows, x.hidden, operands)
     if reduction == "mean":
         valid = target != ignored
         found = found / (valid.sum() if weight is None else (weight[target.where(valid, 0)] * valid).sum())

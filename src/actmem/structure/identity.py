@@ -48,9 +48,12 @@ def plain_path(model: nn.Module, path: str) -> str:
     >>> plain_path(model, "module.0.weight")
     '0.weight'
     """
+    segments = path.split(".") if path else []
+    if "module" not in segments and _WRAPPED_CHILDREN.isdisjoint(segments):
+        return path  # nearly always, and a large model has thousands of paths
     kept: list[str] = []
     owner: object = model
-    for segment in path.split(".") if path else []:
+    for segment in segments:
         if not _is_wrapped_child(owner, segment):
             kept.append(segment)
         owner = getattr(owner, segment, None)
