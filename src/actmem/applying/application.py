@@ -20,7 +20,7 @@ from actmem.engine import BlockFamily, Compilation, Tape, UnseenFunctions, Verdi
 from actmem.errors import ApplyError, ModeError, PlanError, StructureError
 from actmem.job_plan import JobPlan
 from actmem.modes import Budget, FromPlan, Mode, Selective
-from actmem.native import native_note, native_tape
+from actmem.native import NativeTape, native_tape
 from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
@@ -43,7 +43,6 @@ _MODES: tuple[type, ...] = get_args(Mode)
 Engine = Literal["auto", "tape", "checkpoint"]
 Collectives = Literal["save", "recompute"]
 Opaque = Literal["hold", "replay"]
-Native = Literal["auto"] | bool
 
 
 class Applied:
@@ -59,7 +58,7 @@ class Applied:
         undo: Sequence[Callable[[], None]] = (),
         opaque: UnseenFunctions | None = None,
         split: SplitModel | None = None,
-        native: str | None = None,
+        native: NativeTape = NativeTape(None, ()),
     ) -> None:
         self.plan = plan
         """The resolved decision: print it, save it, read it back."""
@@ -69,9 +68,7 @@ class Applied:
         self._offloader = offloader
         self._undo = list(undo)
         self._opaque = opaque
-        self._split = split
-        self._native = native
-        """Which tape runs, for the report, if the native one was asked for."""
+        self._split, self._native = split, native
 
     def report(self) -> Report:
         """Report which engine ran, and what the latest observed step saved, recomputed, and could not replay. Print it.
@@ -120,8 +117,7 @@ class Applied:
             notes.append("pin = True has no meaning here: there is no accelerator, and so no page-locked memory.")
         notes += broken_notes(self._runners)
         notes += [] if self._opaque is None else self._opaque.notes()
-        notes += [] if self._split is None else self._split.notes()
-        notes += [] if self._native is None else [self._native]
+        notes += [*([] if self._split is None else self._split.notes()), *self._native.notes]
         skipped = [s.path for s in self._runners if s.num_without_gradient and s.decisions is None]
         if skipped:
             notes.append(f"skipped, because no gradient flows through: {paths_of(tuple(skipped))}.")
@@ -178,7 +174,7 @@ def apply(
     loss: Callable[[Any], Any] | None = None,
     fake: bool = True,
     optimizer: Optimizer | None = None,
-    native: Native = False,
+    native: bool | Literal["auto"] = False,
 ) -> Applied:
     """Change a model so that training holds only what a mode lets it hold. In place, reversible, names unchanged.
 
@@ -230,7 +226,7 @@ def apply(
     profiled = _Profiled(example, step, loss, fake)
     _validate(model, mode, engine, collectives, opaque, profiled)
     counted = _counted(mode, optimizer)
-    native_tape(native)  # refuse before anything is changed
+    tape = native_tape(native)
     if split is not None:
         check_split(split, with_plan=isinstance(mode, (Plan, FromPlan)))
     if isinstance(mode, Budget):
@@ -242,7 +238,7 @@ def apply(
     if collectives == "recompute":
         resolved = resolved._replace(plan=replace(resolved.plan, collectives=collectives))
     _refuse_reissued(resolved.plan, engine)
-    return _install(model, resolved, engine, opaque, loss, counted, native)
+    return _install(model, resolved, engine, opaque, loss, counted, tape)
 
 
 # ---------------------------------------------------------------- validate: refuse what cannot be
@@ -540,16 +536,15 @@ def _install(
     opaque: Opaque,
     loss: Callable[[Any], Any] | None,
     optimizer: Any,
-    native: Native,
+    tape: NativeTape,
 ) -> Applied:
-    tape = native_tape(native)
     plan, blocks = resolved.plan, resolved.blocks
     split = None if plan.split is None else SplitModel(model, plan.split, blocks)
     offloader = None if plan.offload is None else make_offloader(plan.offload, device_of(model))
     shared = SharedState(plan, model)
     unseen = UnseenFunctions(replay=opaque == "replay")
     compilation = Compilation({b.path: b.module for b in blocks}, shared.log)
-    shared.runners = _runners(resolved, engine, shared, compilation, offloader, unseen, tape)
+    shared.runners = _runners(resolved, engine, shared, compilation, offloader, unseen, tape.kind)
     undo: list[Callable[[], None]] = []
     if engine == "checkpoint":
         undo.append(keep_graph_order())
@@ -563,8 +558,7 @@ def _install(
         undo.append(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
     if split is not None:
         undo.append(split.remove)
-    note = native_note(native, tape)
-    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen, split, note)
+    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen, split, tape)
 
 
 def _runners(

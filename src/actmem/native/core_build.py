@@ -20,7 +20,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ from actmem.engine import Tape, native_tape_class
 from actmem.errors import ModeError, UnsupportedError
 from actmem.native.core_check import difference
 
-__all__ = ["Built", "build", "native_note", "native_tape"]
+__all__ = ["Built", "NativeTape", "build", "native_tape"]
 
 _SOURCE = Path(__file__).with_name("core.cpp")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
@@ -70,8 +70,16 @@ def build(*, again: bool = False) -> Built:
     return Built(library, time.perf_counter() - started)
 
 
-def native_tape(asked: bool | str) -> type[Tape] | None:
-    """Return the tape with a native core; None if the Python tape is to run.
+class NativeTape(NamedTuple):
+    """Which tape runs, and what the report says about it."""
+
+    kind: type[Tape] | None
+    """The tape with a native core; None if the Python tape runs."""
+    notes: tuple[str, ...]
+
+
+def native_tape(asked: bool | str) -> NativeTape:
+    """Return the tape with a native core, if it is asked for.
 
     Args:
         asked: True, or "auto" for a core if one was built. ACTMEM_NATIVE=1 in the environment turns False into True.
@@ -85,28 +93,20 @@ def native_tape(asked: bool | str) -> type[Tape] | None:
             f"native = {asked!r} is not known. Expected False (the Python tape), True (the one with a native core, built "
             f"by `{_COMMAND}`) or 'auto' (that one where it was built)."
         )
-    asked = asked or os.environ.get("ACTMEM_NATIVE", "") not in ("", "0")
-    if not asked:
-        return None
+    if asked is False and os.environ.get("ACTMEM_NATIVE", "") in ("", "0"):
+        return NativeTape(None, ())
     library = _library()
     if _is_checked(library):
-        return _loaded(library)
+        note = "the native tape runs; the Python tape runs the calls that are observed or offload."
+        return NativeTape(_loaded(library), (note,) if asked else ())
     if asked == "auto":
-        return None
+        note = f"native = 'auto': the Python tape runs, because no native core was built. Build it: {_COMMAND}."
+        return NativeTape(None, (note,))
     raise UnsupportedError(
         f"native = True, but no native core was built for torch {torch.__version__} and Python "
         f"{sys.version.split()[0]}: {library} is not there. Build it, which takes about half a minute: {_COMMAND}; or "
         "write native='auto', which takes the Python tape until then."
     )
-
-
-def native_note(asked: bool | str, tape: type[Tape] | None) -> str | None:
-    """Say which tape runs, for the report, if the native one was asked for."""
-    if asked is False:
-        return None
-    if tape is None:
-        return f"native = 'auto': the Python tape runs, because no native core was built. Build it: {_COMMAND}."
-    return "the native tape runs; the Python tape runs the calls that are observed or offload."
 
 
 def _library() -> Path:
