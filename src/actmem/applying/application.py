@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -20,7 +21,7 @@ from actmem.engine import BlockFamily, Compilation, Tape, UnseenFunctions, Verdi
 from actmem.errors import ApplyError, ModeError, PlanError, StructureError
 from actmem.job_plan import JobPlan
 from actmem.modes import Budget, FromPlan, Mode, Selective
-from actmem.native import NativeTape, native_tape
+from actmem.native import PYTHON_TAPE, NativeTape, native_tape
 from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
@@ -58,7 +59,7 @@ class Applied:
         undo: Sequence[Callable[[], None]] = (),
         opaque: UnseenFunctions | None = None,
         split: SplitModel | None = None,
-        native: NativeTape = NativeTape(None, ()),
+        native: NativeTape = PYTHON_TAPE,
     ) -> None:
         self.plan = plan
         """The resolved decision: print it, save it, read it back."""
@@ -204,8 +205,7 @@ def apply(
         loss: a function of the output, for the same; by default `output.loss`.
         fake: profile on tensors without bytes, for the same. Otherwise real steps are run.
         optimizer: your optimizer, for a `Budget` or a plan that counts it: in place of `Budget.optimizer`.
-        native: True has the tape's hot path run compiled, as `actmem native build` has built it; "auto" does where it
-            was built, and the report says which tape ran. Numbers and bytes are the same.
+        native: True has the tape's hot path run compiled, by `actmem native build`; "auto" does where it was built.
 
     Returns:
         The handle to print what was done, and to undo it.
@@ -226,7 +226,7 @@ def apply(
     profiled = _Profiled(example, step, loss, fake)
     _validate(model, mode, engine, collectives, opaque, profiled)
     counted = _counted(mode, optimizer)
-    tape = native_tape(native)
+    tape = native_tape(native) if native or os.environ.get("ACTMEM_NATIVE") else PYTHON_TAPE
     if split is not None:
         check_split(split, with_plan=isinstance(mode, (Plan, FromPlan)))
     if isinstance(mode, Budget):

@@ -43,7 +43,7 @@ from torch.fx import GraphModule
 
 from actmem import ops
 from actmem.applying.class_exchange import Exchanged, set_class
-from actmem.compilercompat import break_graph, graph_breaks
+from actmem.compilercompat import break_graph, graph_breaks, has_compiled
 from actmem.engine import (
     DESCRIBED,
     IMPORTED,
@@ -314,7 +314,7 @@ class BlockRunner:
         self._opaque = opaque
         """What is known of autograd Functions that launch unseen kernels, for all blocks of the model."""
         self._native = native
-        """The tape with a native core, for calls that neither observe nor offload; None: there is none."""
+        """The tape with a native core; None: the Python tape runs."""
         self._reissue = reissue
         """Functional collectives may run again."""
         self._cut: Cut | None = None
@@ -380,8 +380,8 @@ class BlockRunner:
         tracer = None if observation is None else Tracer(self.verdicts, reissue=self._reissue)
         if tracer is not None:
             self.decisions = tracer.rows
-        away = self._away()
-        kind: Any = Tape if self._native is None or observation is not None or away is not None else self._native
+        # Where anything is compiled, compiled functions may run inside the block.
+        kind: Any = Tape if self._native is None or has_compiled() else self._native
         tape = kind(
             tracer or self.verdicts,
             observation,
@@ -389,7 +389,7 @@ class BlockRunner:
             trainable=lambda: _trainable_storages(block),
             cut=self._cut if self._cut is not None and self._cut_fits(inputs) else None,
             reissue=self._reissue,
-            away=away,
+            away=self._away(),
             exact=self._exact,
             places=Places(block) if observation is not None or self.verdicts.follows_modules else None,
             opaque=self._opaque,

@@ -303,7 +303,7 @@ class Devices(Common):
 
 @dataclass(frozen=True)
 class Native(Common):
-    """Build the native core of the tape with the C++ compiler of this machine, check it, and keep it for native=True."""
+    """Build the native core of the tape with this machine's C++ compiler, check it, and keep it for native=True."""
 
     action: Annotated[Positional[Literal["build"]], arg(help_behavior_hint="")]
     """What to do: build."""

@@ -16,7 +16,7 @@ from actmem.engine import barriers, holdings, replay
 from actmem.engine.operators import describe
 from actmem.engine.tape import HANDLES, Tape
 from actmem.engine.values import copied, without_bits
-from actmem.torchcompat import alias, alias_in_handler, numerics, opened_parameter
+from actmem.torchcompat import numerics, opened_parameter
 
 __all__ = ["native_tape_class"]
 
@@ -46,8 +46,8 @@ def native_tape_class(core: ModuleType) -> type[Tape]:
     given: dict[str, Any] = {
         "describe": _described,
         "meet": Tape._meet,
-        "hold": lambda tape, value, tensor: tape._hold(value, tensor, alias),
-        "hold_in_handler": lambda tape, value, tensor: tape._hold(value, tensor, alias_in_handler),
+        "hold": Tape._hold_owed,
+        "hold_in_handler": Tape._hold_owed_in_handler,
         "pack": Tape.pack,
         "settle": _settle,
         "decide": _decide,

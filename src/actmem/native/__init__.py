@@ -8,6 +8,6 @@ in `engine`, and what a block call needs, which is there too.
 - `core_check.py` compares it with the Python tape before it is used.
 """
 
-from actmem.native.core_build import Built, NativeTape, build, native_tape
+from actmem.native.core_build import PYTHON_TAPE, Built, NativeTape, build, native_tape
 
-__all__ = ["Built", "NativeTape", "build", "native_tape"]
+__all__ = ["PYTHON_TAPE", "Built", "NativeTape", "build", "native_tape"]

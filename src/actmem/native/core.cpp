@@ -185,7 +185,7 @@ struct Handle {
 
 struct Tape {  // the part of a tape's state that this file reads and writes
   PyObject_HEAD
-  PyObject *values, *recent, *provisional, *known, *cut, *inputs, *trainable, *outer, *reserve, *observation;
+  PyObject *values, *recent, *provisional, *known, *cut, *inputs, *trainable, *outer, *reserve, *observation, *away;
   long long budget, index;
   char paused, bits, numbered;
   at::ScalarType dtype;
@@ -498,6 +498,7 @@ PyMemberDef tape_members[] = {
     MEMBER("_cut", T_OBJECT, cut),             MEMBER("_inputs", T_OBJECT, inputs),
     MEMBER("_trainable", T_OBJECT, trainable), MEMBER("_outer", T_OBJECT, outer),
     MEMBER("_reserve", T_OBJECT, reserve),     MEMBER("observation", T_OBJECT, observation),
+    MEMBER("_away", T_OBJECT, away),
     MEMBER("_budget", T_LONGLONG, budget),     MEMBER("_index", T_LONGLONG, index),
     MEMBER("paused", T_BOOL, paused),          MEMBER("_bits", T_BOOL, bits),
     MEMBER("_numbered", T_BOOL, numbered),     {nullptr}};
@@ -505,7 +506,7 @@ PyMemberDef tape_members[] = {
 
 void clear_tape(Tape* t) {
   for (PyObject** field : {&t->values, &t->recent, &t->provisional, &t->known, &t->cut, &t->inputs, &t->trainable,
-                           &t->outer, &t->reserve, &t->observation})
+                           &t->outer, &t->reserve, &t->observation, &t->away})
     Py_CLEAR(*field);
 }
 
@@ -646,6 +647,11 @@ bool is_in(PyObject* set, StorageImpl* storage) {
   int found = PySet_Contains(set, key_of(storage).get());
   if (found < 0) raise();
   return found;
+}
+
+// Calls that are observed, or offload, are recorded by the Python tape alone.
+bool is_python(const Tape* t) {
+  return (t->observation && t->observation != Py_None) || (t->away && t->away != Py_None);
 }
 
 bool has_outer(const Tape* t) { return t->outer && t->outer != Py_None; }
@@ -1032,7 +1038,7 @@ struct Interpreter final : c10::impl::PyInterpreterVTable {
 
   void dispatch(const c10::OperatorHandle& op, torch::jit::Stack* stack) const override {
     Tape* t = top();
-    if (!t || in_fake_mode()) return theirs->dispatch(op, stack);
+    if (!t || is_python(t) || in_fake_mode()) return theirs->dispatch(op, stack);
     const Operator* o = describe(op);
     size_t n = op.schema().arguments().size();
     const IValue* args = stack->data() + stack->size() - n;
@@ -1173,7 +1179,7 @@ PyObject* pack(PyObject* self, PyObject* object) {
   return guarded([&]() -> PyObject* {
     auto* t = reinterpret_cast<Tape*>(self);
     const Tensor& shown = THPVariable_Unpack(object);
-    if (!is_plain(shown) || has_outer(t)) return call(py_.pack, self, object).release();
+    if (is_python(t) || !is_plain(shown) || has_outer(t)) return call(py_.pack, self, object).release();
     StorageImpl* storage = storage_of(shown);
     Ref value = found_in(t, storage);
     Value* v = value ? native(value.get()) : nullptr;

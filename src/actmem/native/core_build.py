@@ -1,7 +1,7 @@
 """Compile the native core, keep it in the user's cache, and load it.
 
 A library is kept under a name that tells all it depends on: torch, Python, the compiler's flags and the source. It is
-used only if the file beside it says that it was checked (`core_check.py`), and a build ends with that check.
+used only if a second file says that it was checked (`core_check.py`), and a build ends with that check.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from actmem.engine import Tape, native_tape_class
 from actmem.errors import ModeError, UnsupportedError
 from actmem.native.core_check import difference
 
-__all__ = ["Built", "NativeTape", "build", "native_tape"]
+__all__ = ["PYTHON_TAPE", "Built", "NativeTape", "build", "native_tape"]
 
 _SOURCE = Path(__file__).with_name("core.cpp")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
@@ -78,6 +78,10 @@ class NativeTape(NamedTuple):
     notes: tuple[str, ...]
 
 
+PYTHON_TAPE = NativeTape(None, ())
+"""The native tape is not asked for."""
+
+
 def native_tape(asked: bool | str) -> NativeTape:
     """Return the tape with a native core, if it is asked for.
 
@@ -90,11 +94,11 @@ def native_tape(asked: bool | str) -> NativeTape:
     """
     if asked not in (True, False, "auto"):
         raise ModeError(
-            f"native = {asked!r} is not known. Expected False (the Python tape), True (the one with a native core, built "
-            f"by `{_COMMAND}`) or 'auto' (that one where it was built)."
+            f"native = {asked!r} is not known. Expected False (the Python tape), True (the native one, built by "
+            f"`{_COMMAND}`) or 'auto' (the native one where it was built)."
         )
     if asked is False and os.environ.get("ACTMEM_NATIVE", "") in ("", "0"):
-        return NativeTape(None, ())
+        return PYTHON_TAPE
     library = _library()
     if _is_checked(library):
         note = "the native tape runs; the Python tape runs the calls that are observed or offload."

@@ -1,4 +1,4 @@
-"""Compare the native core with the Python tape on a few small programs: gradients to the bit, and what is held."""
+"""Compare the native core with the Python tape on a few small programs: gradients bit for bit, and what is held."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from actmem.decision_rules import Rule
 from actmem.engine import Tape, resolve, unpack
@@ -20,18 +20,18 @@ Program = Callable[[Tensor, Tensor], Tensor]
 
 def _norm(x: Tensor, w: Tensor) -> Tensor:
     scale = (x.pow(2).mean(-1, keepdim=True)).add_(1e-6).rsqrt()
-    return F.silu((x * scale) @ w) * x
+    return functional.silu((x * scale) @ w) * x
 
 
 def _attention(x: Tensor, w: Tensor) -> Tensor:
     q, k = (x @ w).view(2, 4, 2, 4).transpose(1, 2), (x @ w.t()).view(2, 4, 2, 4).transpose(1, 2)
     q = torch.cat((-q[..., 2:], q[..., :2]), -1)
-    return F.scaled_dot_product_attention(q, k, k, is_causal=True).transpose(1, 2).flatten(-2) + x
+    return functional.scaled_dot_product_attention(q, k, k, is_causal=True).transpose(1, 2).flatten(-2) + x
 
 
 def _several(x: Tensor, w: Tensor) -> Tensor:
-    normed = F.layer_norm(x, (8,), w[0], w[1])
-    return F.dropout(torch.cumsum(normed.softmax(-1), 1), 0.25) @ w + torch.topk(x, 8).values
+    normed = functional.layer_norm(x, (8,), w[0], w[1])
+    return functional.dropout(torch.cumsum(normed.softmax(-1), 1), 0.25) @ w + torch.topk(x, 8).values
 
 
 def _writes(x: Tensor, w: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def difference(native: type[Tape]) -> str | None:
 
 
 def _run(kind: Any, rules: tuple[Rule, ...], program: Program) -> tuple[list[Tensor], int]:
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
         torch.default_generator.manual_seed(0)
         x, w = torch.randn(2, 4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
         if kind is None:
@@ -84,7 +84,7 @@ def _run(kind: Any, rules: tuple[Rule, ...], program: Program) -> tuple[list[Ten
             tape.close()
             held = held_bytes(packed)
             packed.clear()
-        out.pow(2).sum().backward()
+        out.pow(2).sum().backward()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
         assert x.grad is not None
         assert w.grad is not None
         return [out.detach(), x.grad, w.grad, torch.default_generator.get_state()], held
