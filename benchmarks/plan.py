@@ -41,6 +41,7 @@ from actmem.planner.cost_frontier import NAMED
 from actmem.planner.solver import Solution, smallest_peak, solve
 from actmem.structure import find_blocks
 from benchmarks import compile as compiling
+from benchmarks.jobs import most_resident_bytes
 from benchmarks.models import ResNetLike, UNetLike, train_step
 from benchmarks.outcome import Bound, Outcome
 
@@ -523,14 +524,8 @@ def planned(large: Large) -> dict[str, Any]:
         "processor_s": worked,
         "predicted_time": plan.predicted.step_time_ratio,
         "gap": plan.predicted.gap,
-        "process_bytes": _most_resident_bytes(),
+        "process_bytes": most_resident_bytes(),
     }
-
-
-def _most_resident_bytes() -> int:
-    """Read Linux's figure for this process: `ru_maxrss` would include the process that started it."""
-    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

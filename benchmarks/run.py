@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import compile as compiling
-from benchmarks import memory, offload, offload_simulated, overhead, plan, start, targets, times
+from benchmarks import jobs, memory, offload, offload_simulated, overhead, plan, start, targets, times
 from benchmarks.outcome import RESULTS, Outcome
 from benchmarks.table import DOCUMENT, update
 
@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, Callable[[], Outcome]] = {
     "offload": offload.run,
     "offload_simulated": offload_simulated.run,
     "plan": plan.run,
+    "jobs": jobs.run,
     "start": start.run,
     "times": times.run,
 }

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     )
     from actmem.parallelism import StageProfile, profile_layout, profile_stages
     from actmem.plan import Plan
-    from actmem.planner import Frontier, Largest, fit, fit_job, frontier, largest
+    from actmem.planner import Frontier, Largest, Ranks, fit, fit_job, frontier, largest, ranks
     from actmem.profiles import Profile
     from actmem.profiling import profile, profile_rank
     from actmem.reporting import Report, Trace
@@ -95,6 +95,7 @@ __all__ = [
     "Prediction",
     "Profile",
     "Quantile",
+    "Ranks",
     "ReplayError",
     "Report",
     "Rule",
@@ -128,6 +129,7 @@ __all__ = [
     "profile_layout",
     "profile_rank",
     "profile_stages",
+    "ranks",
     "record",
     "replayable",
     "verify",
@@ -152,7 +154,7 @@ __getattr__, __dir__ = on_first_use(
         "actmem.modes": "Budget FromPlan Full OffloadActivations Rules SaveEverything Selective Targets every_second",
         "actmem.parallelism": "StageProfile profile_layout profile_stages",
         "actmem.plan": "Plan",
-        "actmem.planner": "Frontier Largest fit fit_job frontier largest",
+        "actmem.planner": "Frontier Largest Ranks fit fit_job frontier largest ranks",
         "actmem.profiles": "Profile",
         "actmem.profiling": "profile profile_rank",
         "actmem.reporting": "Report Trace",

@@ -7,21 +7,26 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Generator
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from actmem.errors import UnsupportedError
-from actmem.torchcompat import without_fake_mode
+from actmem.torchcompat import FakeTensorMode, without_fake_mode
 
 __all__ = [
+    "LinkTraffic",
     "PipelineWatcher",
+    "UnpinningFakeMode",
     "as_in_training",
     "exchanged_rows",
+    "fewer_microbatches",
     "held_messages",
     "link_traffic",
+    "own_chunks",
     "place_in",
     "real_meshes",
     "silent_group",
@@ -29,6 +34,15 @@ __all__ = [
 ]
 
 _MAKES_MESHES = ("__init__", "_flatten", "_unflatten", "_concatenate", "from_group")
+
+
+class UnpinningFakeMode(FakeTensorMode):
+    """A fake mode whose cache keeps nothing alive: calls that are given a storage or a process group bypass it."""
+
+    def _cached_dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if any(isinstance(x, (torch.UntypedStorage, torch.ScriptObject)) for x in (*args, *kwargs.values())):
+            return self._dispatch_impl(func, types, args, kwargs)
+        return super()._cached_dispatch_impl(func, types, args, kwargs)
 
 
 @contextlib.contextmanager
@@ -100,6 +114,38 @@ def as_in_training() -> Generator[None]:
             setattr(module, name, plain)
 
 
+@contextlib.contextmanager
+def own_chunks() -> Generator[None]:
+    """Let FSDP2 cut only those chunks off a parameter that it looks at: its own and the first.
+
+    It would make a view for every rank, so that building a model would take longer the more ranks there are.
+    """
+    import torch.distributed.fsdp._fully_shard._fsdp_param as sharding
+
+    module: Any = sharding
+    name = "_chunk_with_empty"
+    plain: Any = getattr(module, name)
+    setattr(module, name, _Chunks)
+    try:
+        yield
+    finally:
+        setattr(module, name, plain)
+
+
+class _Chunks:
+    """What `torch.chunk` would return, filled up with empty tensors. Each chunk is made when it is asked for."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, number: int) -> Tensor:
+        begin, whole = number * self._size, self._tensor.size(self._dim)
+        if number and begin >= whole:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, begin, min(self._size, whole - begin))
+
+
 _PARTS = {
     "all_gather_into_tensor": (0, 1),
     "_allgather_base_": (0, 1),
@@ -114,8 +160,18 @@ _PARTS = {
 on a ring of n ranks, all but an n-th part of it."""
 
 
-def link_traffic(name: str, args: tuple[Any, ...], given_bytes: int, made_bytes: int) -> tuple[int, int]:
-    """Return the bytes that a collective sends over a rank's link, and how far apart the ranks of its group are.
+class LinkTraffic(NamedTuple):
+    """What a collective sends."""
+
+    num_bytes: int = 0
+    """Over the link of a rank, in one direction."""
+    reach: int = 0
+    """How far apart the ranks of its group are: ranks 8 to 15 are 8 apart, counted from the first to the last."""
+    ranks: tuple[int, ...] = ()
+
+
+def link_traffic(name: str, args: tuple[Any, ...], given_bytes: int, made_bytes: int) -> LinkTraffic:
+    """Return what a collective sends over a rank's link.
 
     Args:
         name: the operator, such as `_c10d_functional.all_reduce.default`.
@@ -124,18 +180,18 @@ def link_traffic(name: str, args: tuple[Any, ...], given_bytes: int, made_bytes:
         made_bytes: bytes of what it gets.
 
     Returns:
-        Both are 0 for any other operator. Ranks 8 to 15 are 8 apart, counted from the first to the last.
+        Nothing, for any other operator.
     """
     namespace, _, base = name.rpartition(".")[0].partition(".")
     if namespace not in ("_c10d_functional", "c10d") or base not in _PARTS:
-        return 0, 0
+        return LinkTraffic()
     group = next((found for arg in args if (found := _group(arg)) is not None), None)
     if group is None:
-        return 0, 0
+        return LinkTraffic()
     ranks = dist.get_process_group_ranks(group)
     given, made = _PARTS[base]
     passed = given * given_bytes + made * made_bytes
-    return passed * (len(ranks) - 1) // len(ranks), max(ranks) - min(ranks) + 1
+    return LinkTraffic(passed * (len(ranks) - 1) // len(ranks), max(ranks) - min(ranks) + 1, tuple(ranks))
 
 
 def _group(arg: object) -> Any:
@@ -203,6 +259,33 @@ def silent_pipelines(watcher: PipelineWatcher) -> Generator[None]:
             yield
     finally:
         kind._warmup_p2p = vote
+
+
+@contextlib.contextmanager
+def fewer_microbatches(schedule: Any, count: int, args: tuple[Any, ...], target: Tensor | None) -> Generator[None]:
+    """Let the first step of a pipeline's schedule have fewer microbatches. Its stage is made ready for all of them.
+
+    Args:
+        schedule: a schedule with one stage on each rank, which has not run.
+        count: how many microbatches.
+        args: what the first stage is given for one microbatch.
+        target: what the last stage is.
+    """
+    stage, whole = schedule._stage, schedule._n_microbatches
+    stage.has_backward = schedule._has_backward
+    schedule._initialize_stage(args, {}, target)
+    schedule._n_microbatches = count
+    reduce: Any = stage.perform_reduce_grad
+
+    def reduce_whole(_: int) -> None:
+        reduce(whole)  # as in later steps, so that DTensor looks for the rule of its division now
+
+    stage.perform_reduce_grad = reduce_whole
+    try:
+        yield
+    finally:
+        schedule._n_microbatches = whole
+        del stage.perform_reduce_grad
 
 
 class held_messages(TorchFunctionMode):  # noqa: N801 - used as the functions above

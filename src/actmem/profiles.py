@@ -182,6 +182,8 @@ class Place:
     """The ranks of its pipeline, itself among them; () if it has none."""
     num_stages: int = 0
     """How many stages that pipeline has."""
+    groups: tuple[int, ...] = ()
+    """How many ranks each of the groups has in which it communicates, its pipeline included."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,8 @@ class Profile:
             if loads := found.get("expert_loads"):
                 found["expert_loads"] = ExpertLoads(tuple(loads["ranks"]), tuple(loads["rows"]), loads["rank"])
             found["actions"] = tuple(Action(**action) for action in found["actions"])
-            found["place"] = None if found["place"] is None else Place(**_with_tuple(found["place"], "pipeline"))
+            if found["place"] is not None:
+                found["place"] = Place(**_with_tuple(_with_tuple(found["place"], "pipeline"), "groups"))
             found["shapes"] = tuple(read_shape(text) for text in found["shapes"])
             found["calls"] = tuple(tuple(read_shape(text) for text in call) for call in found["calls"])
             return cls(layers=layers, costs=costs, log=log, storages=storages, **found)

@@ -19,6 +19,7 @@ from benchmarks import (
     allocator,
     disk_ways,
     gpu,
+    jobs,
     memory,
     offload,
     offload_simulated,
@@ -247,6 +248,13 @@ def test_a_large_model_is_planned_between_the_smallest_and_the_plain_peak() -> N
     figures = plan.planned(plan.Large("llama-3.1-8b", 64, num_layers=8))
     assert figures["layers"] == 8 and 1 < figures["predicted_time"] < 1.1 and figures["gap"] <= 0.005
     assert 0 < figures["solver_s"] < figures["total_s"] and figures["profile_s"] < figures["total_s"]
+
+
+def test_a_job_of_more_ranks_is_planned_from_as_much() -> None:
+    many, few = (jobs.planned(jobs.Job("llama-3.1-8b", 2, 2, num, "64GiB", 256, num_layers=2)) for num in (64, 4))
+    assert many["num_plans"] == few["num_plans"] == 2
+    assert many["log_entries"] == few["log_entries"] > 0
+    assert many["step_ratio"] >= 1 and 0 < many["profile_s"] < many["total_s"]
 
 
 @pytest.mark.slow

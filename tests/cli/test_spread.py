@@ -29,7 +29,8 @@ def test_the_plan_of_a_rank_is_the_one_that_the_library_finds(run: Run) -> None:
 
 
 def test_a_pipeline_has_a_plan_for_each_stage(run: Run, tmp_path: Path) -> None:
-    asked = run(*TINY, "--budget", "4MiB", "--pp", "2", "--out", str(tmp_path / "plan.json"))
+    files = ("--out", str(tmp_path / "plan.json"), "--report", str(tmp_path / "job.html"))
+    asked = run(*TINY, "--budget", "4MiB", "--pp", "2", *files)
     assert asked.code == 0, asked.err
     found = json.loads(asked.out)
     assert [(stage["rank"], stage["num_blocks"]) for stage in found["stages"]] == [(0, 1), (1, 1)]
@@ -37,6 +38,8 @@ def test_a_pipeline_has_a_plan_for_each_stage(run: Run, tmp_path: Path) -> None:
     plans = [actmem.Plan.load(tmp_path / name) for name in ("plan.0.json", "plan.1.json")]
     assert plans[0].blocks == plans[1].blocks == ("model.layers.0",)
     assert actmem.Plan.load(tmp_path / "plan.json") in plans
+    assert found["written"]["report"] == str(tmp_path / "job.html")
+    assert 'data-place="1"' in (tmp_path / "job.html").read_text()
 
 
 def test_a_layout_that_is_not_possible_is_refused_with_the_nearest(run: Run, tmp_path: Path) -> None:

@@ -26,6 +26,10 @@ DOCUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
         0,
         ("largest", "mine:make", "--vary", "batch", "--budget", "1MiB", "--device", "flat", "--most", "2"),
     ),
+    "ranks": (
+        0,
+        ("ranks", TINY, "--tokens-per-step", "64", "--sequence", "32", "--device", "flat", "--budget", "40MiB"),
+    ),
     "doctor": (0, ("doctor", "--model", TINY)),
     "explain": (0, ("explain", "log.txt")),
     "snapshot": (0, ("snapshot", "recorded.pickle")),

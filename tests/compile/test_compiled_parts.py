@@ -16,7 +16,7 @@ MODELS = (
     *("sized_dense", "sized_moe"),
 )
 BACKENDS = ("aot_eager", "inductor")
-SMALL = (("small", "inductor"), ("torchtitan_moe", "aot_eager"))
+SMALL = (("small", "inductor"),)
 
 
 def check(name: str, backend: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import actmem
 from actmem import Layout
 from actmem.catalogue import build, example, tiny
+from actmem.log_entries import OperatorEntry
 from tests.flat_device import FLAT
 
 _CARD = "h100-80gb"
@@ -24,11 +26,22 @@ def _compare(layout: Layout, *places: int) -> None:
     for place in places:
         stage, whole = stages[place], actmem.profile_layout(model, batch, layout, rank=stages[place].rank)
         assert stage.profile.base_bytes == whole.base_bytes
+        assert stage.profile.place == whole.place
+        assert _schedule(stage.profile) == _schedule(whole)
         for mode in (actmem.SaveEverything(), actmem.Full()):
             short, full = (actmem.predict(p, mode, FLAT).tensor_bytes for p in (stage.profile, whole))
             assert short == full, (place, mode)
             short, full = (actmem.predict(p, mode, _CARD).peak_bytes for p in (stage.profile, whole))
             assert short == full, (place, mode, "on a card")
+
+
+def _schedule(profile: actmem.Profile) -> list[tuple[object, ...]]:
+    """What the stage does, in order, and the operators of each pass."""
+    found: list[tuple[object, ...]] = []
+    for x in profile.actions:
+        costs = [profile.costs[e.cost] for e in profile.log[x.begin : x.end] if isinstance(e, OperatorEntry)]
+        found.append((x.kind, x.stage, x.microbatch, x.sent_bytes, Counter(cost.op for cost in costs)))
+    return found
 
 
 def test_a_microbatch_stands_for_others_to_the_byte() -> None:

@@ -49,6 +49,20 @@ def test_the_stated_budget_works_and_what_is_proven_to_be_too_little_does_not(he
     refused(training, int((float(proven[1]) - 0.1) * 2**20))
 
 
+@pytest.mark.parametrize("budget", ["100MiB", "68MiB", "56MiB"])
+def test_the_number_of_ranks_that_is_named_is_enough_and_one_less_is_not(budget: str) -> None:
+    training = Training(stack(width=512), rows(64, 512), mean)
+    text = refused(training, budget, optimizer="adamw")
+    named = re.search(r"shard=(\d+)", text)
+    assert named is not None, text
+    num_ranks = int(named[1])
+    plan = training.fit(budget, optimizer="adamw", shard=num_ranks)
+    assert plan.predicted is not None
+    assert num_ranks <= 8
+    if num_ranks > 2:
+        refused(training, budget, optimizer="adamw", shard=num_ranks - 1)
+
+
 def test_what_is_said_of_the_parts_is_true() -> None:
     training = Training(stack(), rows(20_000), mean)
     text = refused(training, "2MiB", optimizer="adamw")

@@ -24,6 +24,7 @@ __all__ = [
     "Measure",
     "Native",
     "Planning",
+    "Ranks",
     "Schema",
     "Show",
     "Spread",
@@ -224,6 +225,27 @@ class Largest(Planning):
 
 
 @dataclass(frozen=True)
+class Ranks(Loading):
+    """Find how many cards a training job needs, and the best ways to spread it over them. Nothing is trained."""
+
+    _: KW_ONLY
+    tokens_per_step: Annotated[int, arg(metavar="N", help_behavior_hint="")]
+    """Tokens of a step, over all cards and microbatches: a multiple of the tokens of a sequence."""
+    device: Annotated[str, arg(metavar="NAME", help_behavior_hint="")]
+    """A name from `actmem devices`, such as h100-80gb."""
+    budget: Annotated[str, arg(metavar="AMOUNT")] = "0.95"
+    """Memory for each card, such as 72GiB, or a fraction of the device's memory."""
+    cards: _Number = None
+    """Number of cards to find layouts for. Default: the smallest that is enough."""
+    optimizer: Optimizer = "adamw"
+    """Optimizer whose state and step are counted."""
+    layouts: int = 3
+    """Number of layouts to build and profile for each number of cards."""
+    most: int = 4096
+    """Largest number of cards to try."""
+
+
+@dataclass(frozen=True)
 class Doctor(Common):
     """Check a model and its training settings for mistakes that cost memory or change results."""
 
@@ -331,13 +353,20 @@ Command = (
     | Measure
     | Verify
     | Largest
+<<<<<<< HEAD
+=======
+    | Ranks
+>>>>>>> main
     | Export
     | Doctor
     | Explain
     | Snapshot
     | Record
     | Devices
+<<<<<<< HEAD
     | Native
+=======
+>>>>>>> main
     | Demo
     | Schema
 )
@@ -348,6 +377,7 @@ COMMANDS: dict[str, type[Command]] = {
     "measure": Measure,
     "verify": Verify,
     "largest": Largest,
+    "ranks": Ranks,
     "export": Export,
     "doctor": Doctor,
     "explain": Explain,

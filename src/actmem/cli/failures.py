@@ -115,7 +115,7 @@ def shown_message(error: BaseException) -> str:
 
 
 def users_part(error: BaseException) -> str:
-    """Format the traceback of an error without the frames of actmem, torch and the import system.
+    """Format the traceback of an error without the frames of actmem, torch, the import system and decorators.
 
     >>> print(users_part(ValueError("wrong")))
     ValueError: wrong
@@ -123,7 +123,8 @@ def users_part(error: BaseException) -> str:
     """
     import torch
 
-    ours = _PACKAGE, str(Path(torch.__file__).parent), str(Path(importlib.__file__).parent), "<frozen "
+    library = str(Path(importlib.__file__).parent), contextlib.__file__
+    ours = _PACKAGE, str(Path(torch.__file__).parent), *library, "<frozen "
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     head = ["Traceback (most recent call last, your part):\n", *traceback.format_list(frames)]
     what = "".join(traceback.format_exception_only(error)).rstrip()

@@ -135,8 +135,8 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
         else:
             stages = profiled_stages(asked, loaded, layout, device)
     with screen.progress("searching for the best plan"):
-        plans, shown_stages = fitted_stages(stages, allowed, device, asked.offload, asked.allocator)
-        slowest = max(shown_stages, key=lambda stage: (stage.step_time_ratio, stage.peak_bytes)).pp
+        plans, shown_stages = fitted_stages(stages, asked, allowed, device)
+        slowest = max(shown_stages, key=lambda stage: (stage.busy, stage.peak_bytes)).pp if shown_stages else 0
         profile, plan = stages[slowest].profile, plans[slowest]
         parts, _ = parts_of(profile, plan)
     curve = None
@@ -144,10 +144,18 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
         with screen.progress("searching for plans at other budgets") as told:
             curve = planner_frontier(profile, device, num_points=asked.frontier, progress=told)
     modes, points = _compared(profile, device, allowed, curve, plan)
-    written = _write(asked, profile, plan, device, allowed, curve, screen)
-    if asked.out is not None and len(stages) > 1:
+    is_pipeline = layout is not None and len(stages) > 1
+    written = _write(
+        replace(asked, report=None) if is_pipeline else asked, profile, plan, device, allowed, curve, screen
+    )
+    if asked.out is not None and is_pipeline:
         for stage, its in zip(stages, plans, strict=True):
             save_plan(its, asked.out.with_stem(f"{asked.out.stem}.{stage.pp}"))
+    if asked.report is not None and layout is not None and is_pipeline:
+        from actmem.reporting import write_job_page
+
+        write_job_page(asked.report, asked.model, layout, stages, plans, device, allowed.budget_bytes)
+        written["report"] = str(asked.report)
     shown = project(
         FitShown,
         plan.predicted,

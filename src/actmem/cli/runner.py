@@ -44,6 +44,7 @@ _RUNNERS: dict[str, tuple[str, str, str]] = {
     "measure": ("measure", "run", "show"),
     "verify": ("measure", "run_verify", "show_verify"),
     "largest": ("largest", "run", "show"),
+    "ranks": ("card_count", "run", "show"),
     "export": ("export", "run", "show"),
     "doctor": ("doctor", "run", "show"),
     "explain": ("explain", "run", "show"),

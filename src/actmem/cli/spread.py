@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from actmem.cli.commands import Fit
 from actmem.cli.failures import Mistakes
@@ -16,8 +16,9 @@ from actmem.expert_loads import ExpertCounts, Quantile, Routing, check_routing
 from actmem.layout import Layout
 from actmem.parallelism import StageProfile, profile_stages
 from actmem.plan import Plan
-from actmem.planner import Allowance, fit_profiles
-from actmem.simulation import is_accelerator, on_card, predict
+from actmem.planner import Allowance, fit_job, fit_profiles
+from actmem.profiles import Profile, with_collectives
+from actmem.simulation import is_accelerator, may_communicate, on_card, predict
 from actmem.units import size
 
 __all__ = [
@@ -45,8 +46,8 @@ class StageShown(Document):
     peak_bytes: int
     step_time_ratio: float
     """Step time relative to saving everything, without the time in which the pipeline waits."""
-    plan: int
-    """Which of the plans: the place that it was made for."""
+    busy: float
+    """The part of the job's step in which they compute or communicate; the rest is waiting."""
 
 
 def asked_layout(asked: Fit) -> Layout | None:
@@ -117,7 +118,6 @@ def check_spread(asked: Fit, mistakes: Mistakes) -> Layout | None:
     refused = {
         "shard": asked.shard != 1,
         "optimizer-dtype": asked.optimizer_dtype is not None,
-        "report": asked.report is not None and layout.pp > 1,
         "timeline": asked.timeline is not None and layout.pp > 1,
         "fake": not asked.fake,
     }
@@ -143,28 +143,33 @@ def profiled_stages(asked: Fit, loaded: Loaded, layout: Layout, device: Device) 
         together=True if is_accelerator(device) else None,
         routing=asked_routing(asked),
     )
-    return [StageProfile(s.pp, s.rank, on_card(s.profile, device), s.num_profiled, s.microbatches) for s in found]
+    return [replace(s, profile=_planned(s.profile, device)) for s in found]
+
+
+def _planned(profile: Profile, device: Device) -> Profile:
+    """Prepare a profile as `fit_job` does."""
+    return with_collectives(on_card(profile, device), again=may_communicate(profile, device))
 
 
 def fitted_stages(
-    stages: Sequence[StageProfile], allowed: Allowance, device: Device, offload: str | None, allocator: str
+    stages: Sequence[StageProfile], asked: Fit, allowed: Allowance, device: Device
 ) -> tuple[list[Plan], list[StageShown]]:
-    """Find the plan of each stage. A stage in the middle has that of the one before it, which has more in flight.
-
-    The plan of the stage with the most microbatches in flight fits all those after it that have the same blocks, and
-    the slowest of them decides how long a step takes.
-    """
-    plans: list[Plan] = []
+    """Find the plan of each stage, all together; of a model that is not spread, the plan of its one process."""
+    if stages[0].profile.place is None:
+        only = [stage.profile for stage in stages]
+        return [fit_profiles(only, allowed, device, offload=asked.offload, allocator=asked.allocator)], []
+    job = fit_job(
+        [stage.profile for stage in stages],
+        budget=asked.budget,
+        device=device,
+        offload=asked.offload,
+        headroom=asked.headroom,
+        allocator=asked.allocator,
+    )
+    parts = {part.ranks[0]: part for part in job.parts}
     shown: list[StageShown] = []
-    made: dict[object, int] = {}
     for stage in stages:
-        key = stage.profile.fingerprint, stage.profile.blocks, stage.pp == 0, stage.pp == len(stages) - 1
-        if key not in made:
-            made[key] = stage.pp
-            plans.append(fit_profiles([stage.profile], allowed, device, offload=offload, allocator=allocator))
-        else:
-            plans.append(plans[made[key]])
-        told = predict(stage.profile, plans[-1], device)
+        told = predict(stage.profile, parts[stage.rank].plan, device)
         shown.append(
             StageShown(
                 pp=stage.pp,
@@ -172,16 +177,16 @@ def fitted_stages(
                 num_blocks=len(stage.profile.blocks),
                 peak_bytes=told.live_bytes,
                 step_time_ratio=told.step_time_ratio,
-                plan=made[key],
+                busy=parts[stage.rank].busy,
             )
         )
-    return plans, shown
+    return [parts[stage.rank].plan for stage in stages], shown
 
 
 def show_stages(stages: Sequence[StageShown], screen: Screen) -> None:
     """Print a table of the stages."""
-    made = table("the stages of the pipeline", "place", "first rank", "blocks", "peak", "step time", "plan of")
+    made = table("the stages of the pipeline", "place", "first rank", "blocks", "peak", "step time", "busy")
     for x in stages:
         ratio = ratio_text(x.step_time_ratio)
-        made.add_row(str(x.pp), str(x.rank), str(x.num_blocks), size(x.peak_bytes), ratio, str(x.plan))
+        made.add_row(str(x.pp), str(x.rank), str(x.num_blocks), size(x.peak_bytes), ratio, f"{100 * x.busy:.0f} %")
     screen.out.print(made)

@@ -12,18 +12,20 @@ allocates is new. What the pass before left for it comes from the pass that is n
 as a parameter, stays. And what is there from the start, but not in the pass before, is a buffer of the microbatch's
 own, to receive what another stage sends: it is new as well, and there from the start.
 
-More turns of backward and forward passes than two do not change the peak, so those are left out.
+More turns of backward and forward passes than two do not change the peak, so those are left out of the log. The actions
+of the schedule are those of all turns, so that the time of a step can be told: those that were left out refer to the
+passes of the last turn that was not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from actmem.log_entries import Entered, Entry, LayerEntry, Left, LiveEntry, PhaseBegan, StorageDied, Unpacked
-from actmem.profiles import Layer, Profile
+from actmem.profiles import Action, Layer, Profile
 
-__all__ = ["MOST_TURNS", "TRACED", "NotPeriodicError", "with_more_in_flight"]
+__all__ = ["MOST_TURNS", "TRACED", "NotPeriodicError", "with_more_in_flight", "with_more_turns"]
 
 TRACED = 5
 """How many microbatches are in flight in the profile that is extended."""
@@ -75,6 +77,35 @@ def with_more_in_flight(profile: Profile, num_layers: int, num_more: int) -> Pro
     return _Extension(profile, num_layers, num_more).profile()
 
 
+def with_more_turns(actions: Sequence[Action], stage: int, microbatches: int) -> tuple[Action, ...]:
+    """Return the actions of a stage of 1F1B with more turns, whose passes are those of its last turn.
+
+    >>> found = [Action(kind, 0, n, at, at + 1) for at, (kind, n) in enumerate(zip(["forward", "backward"] * 2, (0, 0, 1, 1)))]
+    >>> [(x.kind, x.stage, x.microbatch, x.begin) for x in with_more_turns(found, 3, 3)]
+    [('forward', 3, 0, 0), ('backward', 3, 0, 1), ('forward', 3, 1, 2), ('backward', 3, 1, 1), ('forward', 3, 2, 2), ('backward', 3, 2, 3)]
+
+    Args:
+        actions: those of a profile with fewer turns.
+        stage: the number of the stage.
+        microbatches: how many a step has.
+    """  # noqa: E501  # a doctest does not wrap
+    kinds = [action.kind for action in actions]
+    num_more = microbatches - kinds.count("forward")
+    last = len(kinds) - 1 - kinds[::-1].index("forward")
+    turn = actions[last - 1 : last + 1]
+    assert not num_more or [action.kind for action in turn] == ["backward", "forward"]
+    ordered = [*actions[: last + 1], *(action for _ in range(num_more) for action in turn), *actions[last + 1 :]]
+    return tuple(_numbered(ordered, stage))
+
+
+def _numbered(actions: Sequence[Action], stage: int) -> Iterator[Action]:
+    """Yield actions whose microbatches are numbered in the order in which they come."""
+    counts: dict[str, int] = {}
+    for action in actions:
+        number = counts[action.kind] = counts.get(action.kind, -1) + 1
+        yield replace(action, stage=stage, microbatch=number)
+
+
 class _Extension:
     """A log that is being extended."""
 
@@ -108,6 +139,8 @@ class _Extension:
             raise NotPeriodicError
         if [layer.kind for layer in self._layers] != [layer.kind for layer in self._before]:
             raise NotPeriodicError
+        if any(self._marks(before) != self._marks(this) for before, this in (self._forward, self._backward)):
+            raise NotPeriodicError
         outs: list[dict[int, int]] = []
         backs: list[dict[int, int]] = []
         after_forward = self._successors(*self._forward, self._before, self._layers)
@@ -139,6 +172,15 @@ class _Extension:
         if len(steps) != 1:
             raise NotPeriodicError
         return steps.pop()
+
+    def _marks(self, of: _Pass) -> list[tuple[int, str, bool, int]]:
+        """Return where actions of the schedule begin and end in a pass."""
+        found: list[tuple[int, str, bool, int]] = []
+        for action in self._p.actions:
+            for at, is_begin in ((action.begin, True), (action.end, False)):
+                if 0 <= at - of.begin < len(of.entries):
+                    found.append((at - of.begin, action.kind, is_begin, action.sent_bytes))
+        return found
 
     @staticmethod
     def _moved(entry: Entry, num_layers: int) -> Entry:
@@ -215,8 +257,21 @@ class _Extension:
         events: dict[int, list[tuple[int, int]]] = {}
         for at, storage, size in self._p.memory:
             events.setdefault(at, []).append((storage, size))
+        marks: dict[int, list[Action | None]] = {}
+        for action in self._p.actions:
+            marks.setdefault(action.begin, []).append(action)
+            marks.setdefault(action.end, []).append(None)
+        actions: list[Action] = []
+
+        def mark(at: int) -> None:
+            for action in marks.get(at, ()):
+                if action is not None:
+                    actions.append(replace(action, begin=len(log), end=len(log)))
+                else:
+                    actions[-1] = replace(actions[-1], end=len(log))
 
         def put(at: int, entry: Entry, names: dict[int, int], layers: int, num_bytes: int) -> None:
+            mark(at)
             memory.extend((len(log), names.get(s, s), n) for s, n in events.get(at, ()))
             if isinstance(entry, StorageDied):
                 log.append(StorageDied(names.get(entry.storage, entry.storage)))
@@ -241,6 +296,7 @@ class _Extension:
             )
             in_flight = forward.begin <= at < backward.begin
             put(at, entry, names, num * width, num * grown if in_flight else 0)
+        mark(len(self._p.log))
         memory.extend((len(log), s, n) for s, n in events.get(len(self._p.log), ()))
         layers = [*self._p.layers[: self._nth * width]]
         for names in outs:
@@ -253,8 +309,8 @@ class _Extension:
             layers=tuple(layers),
             storages=self._sizes | self._new_sizes,
             stock=(*self._p.stock, *self._new_stock),
-            actions=(),  # the schedule's were for fewer microbatches
-            place=None,
+            actions=tuple(actions),
+            place=None,  # that of a shorter pipeline
         )
 
 

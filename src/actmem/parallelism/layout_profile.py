@@ -93,6 +93,7 @@ def profile_layout(
             blocks=paths,
             cuts=cuts,
             place=fake_part,
+            shortens_first=routing == "balanced",  # others are learned from a whole step
         )
         return job.model, job.step
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from actmem.catalogue import IGNORED, following_tokens
+from actmem.distributedcompat import fewer_microbatches
 from actmem.errors import ModeError
 from actmem.layout import Layout
 from actmem.modes import check_optimizer
@@ -28,6 +29,8 @@ from actmem.profiling import loss_of
 __all__ = ["RankJob", "build_job"]
 
 Batch = dict[str, Any] | tuple[Any, ...]
+_FEW = 2
+"""Microbatches of a shortened step: with fewer, gradients are not added up."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def build_job(
     blocks: Sequence[str] = (),
     cuts: Sequence[Cut] | None = None,
     place: Callable[[nn.Module], nn.Module] = copy.deepcopy,
+    shortens_first: bool = False,
 ) -> RankJob:
     """Build this rank's part of a job. The default process group must have as many ranks as the layout.
 
@@ -65,6 +69,8 @@ def build_job(
         blocks: paths of the model's blocks.
         cuts: the stages on this rank, if they are not those that the layout gives it.
         place: makes the copy of a part of the model that is trained.
+        shortens_first: let the first step have two microbatches at most. It leaves the same behind as a whole one:
+            the optimizer's state, and buffers to receive all microbatches.
     """
     check_optimizer(optimizer, names_only="each rank makes its own")
     meshes = meshes_of(layout)
@@ -79,16 +85,20 @@ def build_job(
     if meshes.pp is not None:
         if cuts is None:
             cuts = cuts_on_rank(parts, layout, meshes.pp.get_local_rank())
-        return _pipeline(parts, example, layout, meshes, meshes.pp, cuts, place, optimizer, together, length)
+        options = (optimizer, together, length)
+        return _pipeline(parts, example, layout, meshes, cuts, place, *options, shortens_first=shortens_first)
     model = place(parts.model)
     known: Any = model
     body = model if parts.body is None else model.get_submodule(parts.body)
     _divide(body, getattr(known, "lm_head", None), parts, layout, meshes, length)
     _shard(model, [model.get_submodule(path) for path in blocks], layout, meshes)
     trained = _optimizer(model, optimizer, together)
+    is_short = shortens_first
 
     def step() -> None:
-        for _ in range(layout.microbatches):
+        nonlocal is_short
+        count, is_short = min(layout.microbatches, _FEW) if is_short else layout.microbatches, False
+        for _ in range(count):
             if layout.cp > 1:
                 ids, labels = _tokens(example)
                 out: Any = model(ids)
@@ -181,17 +191,19 @@ def _pipeline(
     example: Batch,
     layout: Layout,
     meshes: Meshes,
-    stages_mesh: DeviceMesh,
     cuts: Sequence[Cut],
     place: Callable[[nn.Module], nn.Module],
     optimizer: str | None,
     together: bool | None,
     whole: int,
+    *,
+    shortens_first: bool,
 ) -> RankJob:
     """Build the stages of this rank, and the schedule that runs them."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class
 
+    assert meshes.pp is not None
     ids, labels = _tokens(example)
     rows, length = ids.shape
     indices = [cut.index for cut in cuts]
@@ -212,20 +224,31 @@ def _pipeline(
                 torch.device("cpu"),
                 input_args=(torch.empty(ids.shape, dtype=ids.dtype, device="meta") if index == 0 else hidden,),
                 output_args=(logits if index == layout.num_stages - 1 else hidden,),
-                group=stages_mesh.get_group(),
+                group=meshes.pp.get_group(),
             )
         )
     kind: Any = get_schedule_class(layout.schedule)
     run = kind(stages if layout.virtual > 1 else stages[0], layout.microbatches, loss_fn=parts.loss)
     model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     trained = _optimizer(model, optimizer, together)
-    given = (ids.repeat(layout.microbatches, 1),) if 0 in indices else ()
     is_last = layout.num_stages - 1 in indices
-    wanted = labels.repeat(layout.microbatches, 1)
+    batches = tuple(tokens.repeat(layout.microbatches, 1) for tokens in (ids, labels))
+
+    def run_one(given: Tensor, wanted: Tensor) -> None:
+        tokens = (given,) if 0 in indices else ()
+        run.step(*tokens, **({"target": wanted, "losses": []} if is_last else {}), return_outputs=False)
+        _finish(trained)
+
+    is_short = shortens_first and layout.virtual == 1 and layout.microbatches > _FEW
 
     def step() -> None:
-        run.step(*given, **({"target": wanted, "losses": []} if is_last else {}), return_outputs=False)
-        _finish(trained)
+        nonlocal is_short
+        if is_short:
+            is_short = False
+            with fewer_microbatches(run, _FEW, (ids,) * (0 in indices), labels if is_last else None):
+                run_one(*(tokens.repeat(_FEW, 1) for tokens in (ids, labels)))
+        else:
+            run_one(*batches)
 
     return RankJob(model, trained, step)
 

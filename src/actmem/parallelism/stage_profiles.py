@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from actmem.expert_loads import ExpertCounts, Routing
 from actmem.layout import Layout
-from actmem.parallelism.flight_copies import MOST_TURNS, TRACED, NotPeriodicError, with_more_in_flight
+from actmem.parallelism.flight_copies import MOST_TURNS, TRACED, NotPeriodicError, with_more_in_flight, with_more_turns
 from actmem.parallelism.layout_profile import profile_layout
 from actmem.parallelism.model_parts import find_parts
 from actmem.parallelism.rank_job import Batch
 from actmem.parallelism.stage_modules import Cut, cuts_on_rank
-from actmem.profiles import Profile
+from actmem.profiles import Place, Profile
 from actmem.structure import find_blocks, layer_type
 
 __all__ = ["StageProfile", "profile_stages"]
@@ -135,7 +135,15 @@ def _in_flight(
         except NotPeriodicError:
             continue
         tokens_bytes = example["input_ids"].nbytes if isinstance(example, dict) else 0
-        return _with_buffers(longer, seen, traced + turns, layout.microbatches, tokens_bytes), num + turns
+        found = _with_buffers(longer, seen, traced + turns, layout.microbatches, tokens_bytes)
+        assert seen.place is not None
+        pipeline = tuple(layout.rank_of(pp=n) for n in range(layout.pp))
+        groups = (layout.pp, *seen.place.groups[1:])  # the first is that of a shorter pipeline
+        return replace(
+            found,
+            actions=with_more_turns(found.actions, pp, layout.microbatches),
+            place=Place(layout.world, pipeline[pp], pipeline, layout.num_stages, groups),
+        ), num + turns
     raise AssertionError("a profile that is not extended is as it was")
 
 

@@ -9,7 +9,9 @@ from actmem.planner.compiled_fit import compilation, fit_ladder, make_ladder
 from actmem.planner.cost_frontier import NAMED, Frontier, Point, frontier
 from actmem.planner.job_fit import fit_job, job_seconds
 from actmem.planner.named_modes import named_keeps
+from actmem.planner.rank_search import RankOption, Ranks, ranks
 from actmem.planner.rules_writer import slices
+from actmem.planner.stage_fit import fit_stages
 
 __all__ = [
     "NAMED",
@@ -18,6 +20,8 @@ __all__ = [
     "Guard",
     "Largest",
     "Point",
+    "RankOption",
+    "Ranks",
     "allowance",
     "check_allocator",
     "check_sizes",
@@ -27,10 +31,12 @@ __all__ = [
     "fit_ladder",
     "fit_profile",
     "fit_profiles",
+    "fit_stages",
     "frontier",
     "job_seconds",
     "largest",
     "make_ladder",
     "named_keeps",
+    "ranks",
     "slices",
 ]

@@ -34,6 +34,7 @@ from actmem.simulation import (
     decisions,
     dtypes_of,
     follow,
+    groups_of,
     is_accelerator,
     lowering,
     on_card,
@@ -227,10 +228,15 @@ def fit_profiles(
     if known.has_caching_allocator:
         profiles = [on_card(p, known) for p in profiles]
         found = profiles
+        kept: dict[int, list[Keeps]] = {}
+
+        def named(p: Profile) -> list[Keeps]:
+            """Follow the named modes once for all targets."""
+            return kept[id(p)] if id(p) in kept else kept.setdefault(id(p), named_keeps(p))
 
         def within(target_bytes: int) -> Plan:
             beyond_bytes = allowed.budget_bytes - target_bytes
-            return fit_profile(found, target_bytes, known, beyond_bytes=beyond_bytes, **options)
+            return fit_profile(found, target_bytes, known, beyond_bytes=beyond_bytes, named=named, **options)
 
         plan = fit_card(within, profiles, allowed.budget_bytes, known, settings)
     else:
@@ -252,7 +258,7 @@ def fit_profile(
     headroom: float = 0.0,
     beyond_bytes: int = 0,
     time_limit: float = TIME_LIMIT,
-    named: Sequence[Keeps] | None = None,
+    named: Callable[[Profile], Sequence[Keeps]] = named_keeps,
 ) -> Plan:
     """Find the plan for existing profiles: the one with the highest plain peak decides.
 
@@ -264,7 +270,7 @@ def fit_profile(
         headroom: what was taken off the budget, to be recorded.
         beyond_bytes: how much more the budget is, for what is not a tensor; a refusal names it.
         time_limit: seconds after which the solver is stopped.
-        named: what `named_keeps` returned for the profile, if several budgets are tried on it.
+        named: returns what `named_keeps` does, perhaps from an earlier budget.
     """
     chief = profiles[0]
     if len(profiles) > 1:
@@ -291,11 +297,11 @@ def fit_profile(
     limit_bytes = budget_bytes - (0 if is_accelerator(known) else max(p.numbers_bytes for p in profiles))
     target_bytes = limit_bytes
     while True:
-        solution = best(target_bytes, (named or named_keeps(chief)) if few else ())
+        solution = best(target_bytes, named(chief) if few else ())
         if not few and (not solution.feasible or solution.gap > _NEAR):
-            named = named or named_keeps(chief)
-            if not solution.feasible or any(_is_faster(chief, k, seconds, target_bytes, solution) for k in named):
-                again = best(target_bytes, named)
+            modes = named(chief)
+            if not solution.feasible or any(_is_faster(chief, k, seconds, target_bytes, solution) for k in modes):
+                again = best(target_bytes, modes)
                 solution = replace(again, time_limit_hit=again.time_limit_hit or solution.time_limit_hit)
         solution = _same_each_time(chief, solution, seconds, whole, target_bytes)
         if not solution.feasible:
@@ -370,6 +376,8 @@ def _replayed(p: Profile, found: Simulated) -> list[int]:
 _FEW_LAYERS = 48
 """Up to this many layers the named modes are tried first; with more, only where the solver leaves a gap."""
 _NEAR = 5e-4
+_MOST_TRIED = 4
+"""Of how many calls of a block the decisions are tried for all of them."""
 
 
 def _everything(p: Profile) -> Keeps:
@@ -408,9 +416,10 @@ def _same_each_time(
 ) -> Solution:
     """Give a block that is called more than once in a step the same decisions each time, as rules do.
 
-    The candidates are what the solution decides for each of the calls, and what it saves in all of them. The fastest
-    that fits is taken. A block that does not run the same operators each time is saved or recomputed as a whole. The
-    bound stays: it holds for plans that may decide differently each time, and so for these.
+    The candidates are what the solution decides for each of the calls, or for some of them if there are many, and what
+    it saves in all of them. The fastest that fits is taken. A block that does not run the same operators each time is
+    saved or recomputed as a whole. The bound stays: it holds for plans that may decide differently each time, and so
+    for these.
     """
     groups: dict[str, list[int]] = {}
     for n, layer in enumerate(p.layers):
@@ -419,7 +428,8 @@ def _same_each_time(
     if not solution.feasible or most == 1:
         return solution
     best: Solution | None = None
-    for nth in range(-1, most):
+    known: set[str] = set()
+    for nth in (-1, *sorted({n * (most - 1) // (_MOST_TRIED - 1) for n in range(_MOST_TRIED)})):
         keeps: Keeps = [[]] * len(p.layers)
         for group in groups.values():
             each = [solution.keeps[n] for n in group]
@@ -434,6 +444,9 @@ def _same_each_time(
                 each = [each[min(nth, len(each) - 1)]] * len(group)
             for n, keep in zip(group, each, strict=True):
                 keeps[n] = list(keep)
+        if (text := repr(keeps)) in known:
+            continue
+        known.add(text)
         found = simulate(p, keeps, exact=True)
         replayed = sum(seconds[cost] for cost in _replayed(p, found))
         tried = replace(
@@ -548,7 +561,7 @@ def refusal(
     enough = math.ceil((peak + beyond_bytes) / (1 - headroom) / 2**20) * 2**20
     lines.append(f"Or allow it: {allowed_text(enough)}.")
     if beyond_bytes:
-        outside = size(outside_torch(known, p.shard))
+        outside = size(outside_torch(known, groups_of(p)))
         lines.append(
             f"Of the budget of {size(budget_bytes + beyond_bytes)} on {known.name}, {size(beyond_bytes)} are not for "
             f"tensors: {outside} lie outside torch, the rest is for cuBLAS's workspaces and for what the caching "

@@ -22,6 +22,7 @@ from actmem.simulation import (
     decisions,
     estimates,
     follow,
+    groups_of,
     outside_torch,
     prediction,
     unknowns,
@@ -71,7 +72,7 @@ def fit_card(
         known: the card.
         settings: of its caching allocator.
     """
-    outside_bytes = outside_torch(known, profiles[0].shard)
+    outside_bytes = max(outside_torch(known, groups_of(p)) for p in profiles)
     limit_bytes = budget_bytes - outside_bytes
     target_bytes = limit_bytes - 2 * (known.blas_workspace_bytes or 0)
     if target_bytes <= 0:

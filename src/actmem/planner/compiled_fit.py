@@ -19,7 +19,7 @@ from actmem.planner.compiled_ladder import Ladder, Rung, climb
 from actmem.profiles import Profile
 from actmem.profiling import CompiledStep, KernelWorkspaces
 from actmem.settings import Compiled
-from actmem.simulation import is_accelerator, outside_torch
+from actmem.simulation import groups_of, is_accelerator, outside_torch
 from actmem.structure import Block
 from actmem.units import size
 
@@ -143,7 +143,7 @@ def fit_ladder(
     numbers_bytes = profile.numbers_bytes if fake and not is_accelerator(known) else 0
     limit_bytes = budget_bytes - numbers_bytes
     if known.has_caching_allocator:
-        limit_bytes -= outside_torch(known, profile.shard) + 2 * (known.blas_workspace_bytes or 0)
+        limit_bytes -= outside_torch(known, groups_of(profile)) + 2 * (known.blas_workspace_bytes or 0)
     stepping = _optimizer_peak(profile)
     chosen = next((rung for rung in ladder.rungs if _peak(profile, rung, stepping) <= limit_bytes), None)
     if chosen is None:

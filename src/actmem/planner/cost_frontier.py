@@ -96,7 +96,7 @@ def frontier(
     for nth in range(num_points):
         budget = least + (most - least) * nth // (num_points - 1)
         try:
-            plan = fit_profile([profile], budget, known, named=named)
+            plan = fit_profile([profile], budget, known, named=lambda _: named)
         except BudgetError:  # the smallest peak is found, not proven: a hair may be missing
             continue
         assert plan.predicted is not None

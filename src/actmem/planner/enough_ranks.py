@@ -8,7 +8,7 @@ from actmem.decisions import Decision
 from actmem.devices import Device
 from actmem.profiles import Profile
 from actmem.profiling import sharded
-from actmem.simulation import outside_torch, simulate
+from actmem.simulation import groups_of, outside_torch, simulate
 from actmem.units import size
 
 __all__ = ["enough_ranks"]
@@ -41,14 +41,14 @@ def enough_ranks(
         return simulate(sharded(p, num_ranks), keeps, exact=exact).peak_bytes
 
     def fits(num_ranks: int) -> bool:
-        more = outside_torch(known, num_ranks) - outside_torch(known, p.shard)
+        more = outside_torch(known, [num_ranks]) - outside_torch(known, groups_of(p))
         return peak(num_ranks) <= budget_bytes - (more if known.has_caching_allocator else 0)
 
     def told(num_ranks: int) -> str:
         here = f"sharding over {num_ranks} ranks, shard={num_ranks}: {size(peak(num_ranks))} on each"
-        return f"What would help: {here}. Fewer are not enough."
+        return f"What would help: {here}. Fewer {'' if num_ranks <= _HOST else 'hosts of 8 '}are not enough."
 
-    few = next((n for n in (2, 4, _HOST) if n > p.shard and fits(n)), None)
+    few = next((n for n in range(2, _HOST + 1) if n > p.shard and fits(n)), None)
     if few is not None:
         yield told(few)
         return
@@ -57,7 +57,8 @@ def enough_ranks(
         yield (
             f"Sharding alone is not enough: over any number of ranks, each has {size(peak(_MOST))} of activations and "
             f"gathered parameters, and its part of {size(whole)} of parameters, gradients and optimizer state. "
-            "Divide tensors or layers too: actmem.profile_layout(model, batch, actmem.Layout(tp=8, pp=4))."
+            "Divide tensors, layers, experts or sequences too: actmem.ranks(model, batch, num_sequences=64, device=...)"
+            " finds how many cards that takes, and in which layout."
         )
         return
     below, above = max(p.shard, _HOST) // _HOST, _MOST // _HOST

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
+from actmem.allocator import AllocatorSettings
+from actmem.collector import uncollected
 from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
 from actmem.job_plan import JobPlan, JobRecord, RankPlan
@@ -37,6 +40,7 @@ __all__ = ["fit_job", "job_seconds"]
 Build = Callable[[], tuple[nn.Module, Callable[[], object]]]
 
 
+@uncollected()
 def fit_job(
     job: Build | Sequence[Profile],
     *,
@@ -50,6 +54,7 @@ def fit_job(
     scope: Sequence[str] | None = None,
     routing: str = "balanced",
     time_limit: float = TIME_LIMIT,
+    allocator: str | AllocatorSettings = "",
 ) -> JobPlan:
     """Find the plans that train a parallel job fastest within a memory budget for each of its ranks.
 
@@ -72,6 +77,7 @@ def fit_job(
         scope: the towers whose blocks to use, as for `apply`.
         routing: what to assume of routers: "balanced" or "worst".
         time_limit: an emergency brake for the search of each plan, in seconds.
+        allocator: settings of the caching allocator on a card, as for `fit`.
 
     Returns:
         The plans. On each rank, `apply(model, job.for_rank(rank))` applies its own to the model that `job` returned.
@@ -108,7 +114,7 @@ def fit_job(
     for p in profiles:
         groups.setdefault(p.stages, []).append(p)
     plans = {
-        stages: _fitted(group, allowed, known, offload=offload, time_limit=time_limit)
+        stages: _fitted(group, allowed, known, offload=offload, time_limit=time_limit, allocator=allocator)
         for stages, group in sorted(groups.items())
     }
     timed = _Timed(profiles, [plans[p.stages] for p in profiles], known)
@@ -200,9 +206,7 @@ def _sides(p: Profile, plan: Plan, seconds: list[float]) -> _Sides:
     )
 
 
-def _fitted(
-    group: Sequence[Profile], allowed: Allowance, known: Device, *, offload: str | Offload | None, time_limit: float
-) -> Plan:
+def _fitted(group: Sequence[Profile], allowed: Allowance, known: Device, **settings: Any) -> Plan:
     """Find the plan for ranks that run the same stages. Those that do exactly the same count once."""
     distinct: list[Profile] = []
     for p in group:
@@ -210,7 +214,7 @@ def _fitted(
         if alone not in distinct:
             distinct.append(alone)
     try:
-        return fit_profiles(distinct, allowed, known, offload=offload, time_limit=time_limit)
+        return fit_profiles(distinct, allowed, known, **settings)
     except BudgetError as error:
         first = group[0]
         where = f"rank {_place(first).rank}"

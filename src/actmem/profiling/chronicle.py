@@ -23,7 +23,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from actmem.distributedcompat import link_traffic
+from actmem.distributedcompat import LinkTraffic, link_traffic
 from actmem.engine import WHOLE_CALLS
 from actmem.log_entries import CallRan, Entry, Left, LiveEntry, OperatorEntry, OpRan, Packed, StorageDied, TensorGone
 from actmem.measuring import (
@@ -254,6 +254,8 @@ class Chronicle(TorchDispatchMode):
         self.paused = False
         """Operators are not logged: they are the profiler's own."""
         self._names: list[str] = []
+        self.groups: set[tuple[int, ...]] = set()
+        """The ranks of each group in which a collective ran."""
         self._claim: tuple[str, tuple[int, int], Callable[[int, int], None]] | None = None
         self._least, self.device = least_seconds, device
         self._finds_workspaces = finds_workspaces and device.type == "cpu"
@@ -373,7 +375,9 @@ class Chronicle(TorchDispatchMode):
         numbers = 0
         if self.device.type == "cpu":
             numbers = sum(number_bytes(args[i]) for i in places if i < len(args))
-        link, reach = (0, 0) if "c10d" not in name else _traffic(name, args, made, moved - made)
+        link, reach, ranks = LinkTraffic() if "c10d" not in name else _traffic(name, args, made, moved - made)
+        if len(ranks) > 1:
+            self.groups.add(ranks)
         cost = Cost(name, flops, 0 if view else moved, computes_in, number_bytes=numbers, link_bytes=link, reach=reach)
         alike = cost, None if least is None else _lie(args, kwargs)
         number = self._numbers.setdefault(alike, len(self._names))
@@ -475,7 +479,7 @@ def _learn(func: Any) -> tuple[str, Formula | None, bool, bool, bool, tuple[int,
     return name, flop_formula(func), mutates, name == "aten.lift_fresh.default", is_listed(name), places
 
 
-def _traffic(name: str, args: tuple[Any, ...], made: int, given: int) -> tuple[int, int]:
+def _traffic(name: str, args: tuple[Any, ...], made: int, given: int) -> LinkTraffic:
     """Return what a collective sends, and how far: one that is given room for its result returns it too."""
     if name.startswith("c10d."):
         sizes = [num_bytes(tensor) for tensor in tensors_in(args)] or [0]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,7 @@ def profile_made(
     **facts: Any,
 ) -> Profile:
     """Profile a step whose model was made under a fake mode, which is active. Nothing is restored."""
-    return _Loop(model, step).profile(found, device, mode=mode, pipeline=pipeline, **facts)
+    return _Loop(model, step, restores=False).profile(found, device, mode=mode, pipeline=pipeline, **facts)
 
 
 def _faked(loop: _Loop, found: Sequence[Block], device: torch.device, mode: Any, routing: str, **facts: Any) -> Profile:
@@ -124,9 +124,9 @@ def _faked(loop: _Loop, found: Sequence[Block], device: torch.device, mode: Any,
 class _Loop:
     """A step, what it reaches, and what was observed."""
 
-    def __init__(self, model: nn.Module, step: Callable[[], object]) -> None:
+    def __init__(self, model: nn.Module, step: Callable[[], object], *, restores: bool = True) -> None:
         self._model, self._step = model, step
-        self._reach, self._preserved = Reach(), Preserved()
+        self._reach, self._preserved = Reach(), Preserved() if restores else None
         self._stand_ins: StandIns | None = None
         self._calls: dict[tuple[TensorShape, ...], None] = {}
         self._names: dict[str, None] = {}
@@ -146,7 +146,8 @@ class _Loop:
 
     def restore(self) -> None:
         """Put everything back."""
-        self._preserved.restore()
+        if self._preserved is not None:
+            self._preserved.restore()
         self._reach.restore()
 
     def profile(
@@ -160,13 +161,14 @@ class _Loop:
         **facts: Any,
     ) -> Profile:
         """Run the step twice, and return what was observed the second time."""
-        with self._arrivals(None), self._preserved:
+        preserved = contextlib.nullcontext() if self._preserved is None else self._preserved
+        with self._arrivals(None), preserved:
             self._step()
         chronicle = _Phased(device, least_seconds=least_seconds, mode=mode, holdings=self._holdings)
         session = Session(self._model, found, device, accumulates=False, chronicle=chronicle)
         if pipeline is not None:
             pipeline.note = chronicle.note
-        with self._arrivals(chronicle), self._preserved:
+        with self._arrivals(chronicle), preserved:
             session.run_step(self._step, self._holdings)
         seen = session.profile(
             **facts,
@@ -179,7 +181,7 @@ class _Loop:
         )
         chronicle.close()
         if pipeline is not None:
-            pipeline.note = None
+            pipeline.note, pipeline.groups = None, chronicle.groups
         assert seen is not None
         return seen
 
@@ -189,9 +191,10 @@ class _Loop:
             return
         known = len(self._reach.modules)
         self._reach.add(value)
-        for module in self._reach.modules[known:]:
-            for buffer in module.buffers(recurse=False):
-                self._preserved.keep(buffer)
+        if self._preserved is not None:
+            for module in self._reach.modules[known:]:
+                for buffer in module.buffers(recurse=False):
+                    self._preserved.keep(buffer)
         if self._stand_ins is not None:
             self._reach.exchange(self._stand_ins)
 
@@ -268,8 +271,9 @@ class _Phased(Chronicle):
     def note(self, entry: Entry) -> None:
         """Add an entry; before a block or a phase, also the current bytes of gradients, if they changed."""
         if isinstance(entry, (Entered, PhaseBegan)):
-            unique = {id(t): t.nbytes for t, role in self._holdings() if role == "gradients"}
-            now = sum(unique.values())
+            gradients = {id(t): t for t, role in self._holdings() if role == "gradients"}
+            # A gradient that is divided over ranks takes what this one has of it.
+            now = sum(_own_bytes(t) for t in gradients.values())
             if now != self._gradients:
                 self._gradients = now
                 super().note(GradientsCounted(now, self.live_bytes))
@@ -320,6 +324,14 @@ class _Phased(Chronicle):
 
 
 watches(__file__)  # its handler comes between torch's and the chronicle's
+
+
+def _own_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; of one that is divided over ranks, the bytes of this rank's part."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.nbytes
+    names: list[str] = cast("Any", tensor).__tensor_flatten__()[0]
+    return sum(_own_bytes(part) for name in names if isinstance(part := getattr(tensor, name), Tensor))
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

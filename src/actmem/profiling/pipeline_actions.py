@@ -50,6 +50,8 @@ class PipelineActions:
         self.ranks: tuple[int, ...] = ()
         """The ranks of the pipeline."""
         self.num_stages = 0
+        self.groups: set[tuple[int, ...]] = set()
+        """The ranks of each group in which the step communicated, apart from what stages send to each other."""
         self.note: Callable[[Entry], None] | None = None
         """Adds an entry to the log, while there is one."""
 

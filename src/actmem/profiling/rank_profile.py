@@ -12,7 +12,7 @@ restored: the model is made for the profile and forgotten after it, and the grou
 
 Some things must stay real. A device mesh is a table of ranks that is looked up by value, so it is made outside the fake
 mode; so are the integers that a program looks at (NOTE [ What is real in a fake step ]). The cache of the fake mode is
-off, because it keeps storages alive that are handed to `set_`.
+bypassed by calls that are given a storage, such as `set_`: it would keep the storage alive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from actmem.distributedcompat import as_in_training, held_messages, real_meshes, silent_group, silent_pipelines
+from actmem.collector import uncollected
+from actmem.distributedcompat import (
+    UnpinningFakeMode,
+    as_in_training,
+    held_messages,
+    own_chunks,
+    real_meshes,
+    silent_group,
+    silent_pipelines,
+)
 from actmem.errors import ModeError, UnsupportedError
 from actmem.expert_loads import Routing, check_routing
 from actmem.profiles import Place, Profile
@@ -37,7 +46,6 @@ from actmem.profiling.loops import profile_made
 from actmem.profiling.numbers import Numbers
 from actmem.profiling.pipeline_actions import PipelineActions
 from actmem.structure import check_module, condition_digest, find_blocks, fingerprint
-from actmem.torchcompat import FakeTensorMode
 
 __all__ = ["profile_rank"]
 
@@ -97,15 +105,16 @@ def profile_rank(
     (12336, 3)
     """
     _check(build, world, rank, routing)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False
+    mode = UnpinningFakeMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(silent_group(world, rank))
         stack.enter_context(real_meshes())
         stack.enter_context(as_in_training())
+        stack.enter_context(own_chunks())
         stack.enter_context(silent_pipelines(pipeline := PipelineActions()))
         stack.enter_context(held_messages())
         stack.enter_context(quiet())
+        stack.enter_context(uncollected())
         stack.enter_context(mode)
         stack.enter_context(assuming := Assuming(routing))
         stack.enter_context(Numbers())
@@ -123,7 +132,8 @@ def profile_rank(
             with assuming.router.rehearsal():
                 step()
         seen = profile_made(model, found, torch.device("cpu"), step, mode, pipeline=pipeline, **facts)
-    place = Place(world, rank, pipeline.ranks, pipeline.num_stages)
+    groups = [*([pipeline.ranks] if pipeline.ranks else []), *sorted(pipeline.groups)]
+    place = Place(world, rank, pipeline.ranks, pipeline.num_stages, tuple(map(len, groups)))
     return replace(seen, routing=assuming.routing, expert_loads=assuming.router.loads, place=place)
 
 

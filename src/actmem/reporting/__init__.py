@@ -6,6 +6,7 @@ What lives here: plain data, and text or pages made of it. What must not: anythi
   `trace.py` its details.
 - `page_data.py` is what a page shows; `page_builder.py` fills it, with `block_view.py` and `page_frontier.py`;
   `page_writer.py` writes it.
+- `job_page.py` is the page of a pipeline's stages.
 - `memory_page.py` is the page of a recording of CUDA memory.
 - `chrome_trace.py` writes a memory timeline for trace viewers.
 """
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from actmem.reporting.chrome_trace import timeline, write_timeline
     from actmem.reporting.compiled import CompiledGraph, compiled_graphs
     from actmem.reporting.compiled_parts import CompiledPart, list_compiled_parts
+    from actmem.reporting.job_page import write_job_page
     from actmem.reporting.memory_page import write_memory_page
     from actmem.reporting.page_builder import build
     from actmem.reporting.page_data import PageData
@@ -44,6 +46,7 @@ __all__ = [
     "render",
     "summarise",
     "timeline",
+    "write_job_page",
     "write_memory_page",
     "write_page",
     "write_timeline",
@@ -55,6 +58,7 @@ __getattr__, __dir__ = on_first_use(
         "actmem.reporting.chrome_trace": "timeline write_timeline",
         "actmem.reporting.compiled": "CompiledGraph compiled_graphs",
         "actmem.reporting.compiled_parts": "CompiledPart list_compiled_parts",
+        "actmem.reporting.job_page": "write_job_page",
         "actmem.reporting.memory_page": "write_memory_page",
         "actmem.reporting.page_builder": "build",
         "actmem.reporting.page_data": "PageData",

@@ -71,7 +71,7 @@ def solved(
     def attempt(budget: int) -> None:
         tried.add(budget)
         with contextlib.suppress(BudgetError):
-            plan = fit_profile([profile], budget, device, offload=offload, named=named)
+            plan = fit_profile([profile], budget, device, offload=offload, named=lambda _: named)
             known = plans.get(foretold(plan).peak_bytes)
             if known is None or (known is not asked and _ratio(plan) < _ratio(known)):
                 plans[foretold(plan).peak_bytes] = plan

@@ -14,7 +14,7 @@ Nothing here chooses a plan: that is `actmem.planner`.
 """
 
 from actmem.simulation.card_kernels import on_card, unknowns
-from actmem.simulation.card_usage import CardMemory, card_memory, estimates, outside_torch
+from actmem.simulation.card_usage import CardMemory, card_memory, estimates, groups_of, outside_torch
 from actmem.simulation.job_clock import Stretch, ends_of, in_flight, least_seconds, stretches
 from actmem.simulation.peak_moments import NEVER, Effect, LayerFamily, Timeline
 from actmem.simulation.peaks import lowering, peak_words
@@ -55,6 +55,7 @@ __all__ = [
     "ends_of",
     "estimates",
     "follow",
+    "groups_of",
     "in_flight",
     "is_accelerator",
     "is_measured",

@@ -18,7 +18,16 @@ from actmem.profiles import Profile
 from actmem.simulation.plan_effect import follow
 from actmem.simulation.simulator import Simulated
 
-__all__ = ["NUM_STEPS", "CardMemory", "card_memory", "estimates", "outside_torch", "step_changes", "training_events"]
+__all__ = [
+    "NUM_STEPS",
+    "CardMemory",
+    "card_memory",
+    "estimates",
+    "groups_of",
+    "outside_torch",
+    "step_changes",
+    "training_events",
+]
 
 NUM_STEPS = 3
 """How many steps are simulated: one from an empty allocator, and two more."""
@@ -60,15 +69,26 @@ class CardMemory:
         return self.reserved_bytes + self.outside_bytes
 
 
-def outside_torch(device: Device, num_ranks: int = 1) -> int:
-    """Return what of a card lies outside torch: driver, context and, with several ranks, one communicator of NCCL.
+def outside_torch(device: Device, groups: Sequence[int] = ()) -> int:
+    """Return what of a card lies outside torch: driver, context and a communicator of NCCL for each group of ranks.
 
     >>> from actmem.devices import device
-    >>> outside_torch(device("h100-80gb"), 8) - outside_torch(device("h100-80gb"))
-    688000000
+    >>> outside_torch(device("h100-80gb"), [8, 2, 1]) - outside_torch(device("h100-80gb"))
+    1232000000
     """
-    communicator = 0 if num_ranks == 1 else _TWO_RANKS_BYTES if num_ranks == 2 else _MORE_RANKS_BYTES
-    return device.outside_bytes + communicator
+    each = [_TWO_RANKS_BYTES if num_ranks == 2 else _MORE_RANKS_BYTES for num_ranks in groups if num_ranks > 1]
+    return device.outside_bytes + sum(each)
+
+
+def groups_of(profile: Profile) -> tuple[int, ...]:
+    """Return how many ranks each of the groups has in which a profiled rank communicates.
+
+    >>> groups_of(Profile(shard=8)), groups_of(Profile())
+    ((8,), ())
+    """
+    if profile.place is not None:
+        return profile.place.groups
+    return (profile.shard,) if profile.shard > 1 else ()
 
 
 @dataclass(frozen=True)
@@ -305,5 +325,5 @@ def card_memory(
         whole = memory.peak_requested_bytes - 2 * (device.blas_workspace_bytes or 0)
         allocated, reserved = (simulated.peak_bytes + each - whole for each in (allocated, reserved))
     requests = tuple(event.num_bytes if isinstance(event, Alloc) else 0 for event in events)
-    outside = outside_torch(device, profile.shard)
+    outside = outside_torch(device, groups_of(profile))
     return CardMemory(allocated, max(allocated, reserved), outside, memory, requests), simulated
