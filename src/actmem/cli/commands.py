@@ -353,20 +353,14 @@ Command = (
     | Measure
     | Verify
     | Largest
-<<<<<<< HEAD
-=======
     | Ranks
->>>>>>> main
     | Export
     | Doctor
     | Explain
     | Snapshot
     | Record
     | Devices
-<<<<<<< HEAD
     | Native
-=======
->>>>>>> main
     | Demo
     | Schema
 )
