@@ -243,7 +243,7 @@ DEFECTS = {
     "an old version is not copied before it is overwritten": Defect(_overwritten, _uncopied),
     "a view is seen with the wrong strides": Defect(_transposed, _wrong_stride),
     "a replayed write does not copy what others still read": Defect(
-        _two_versions, _by(replay, "_writable", "if in_place[id(value)] else copied(_held(value))", "")
+        _two_versions, _by(replay, "_writable", "if in_place[id(value)] else copied(held_tensor(value))", "")
     ),
     "a storage is known by its pointer alone": Defect(_short_lives, _pointers_only),
     "the generator is not set before a replay": Defect(
@@ -259,7 +259,7 @@ DEFECTS = {
     "an undeclared alias counts as a new value": Defect(_unsafe, _aliases_new, mode=MATMULS),
     "versions are not compared": Defect(
         _input,
-        _by(replay, "_held", "if base._version != value.version", "if False"),
+        _by(replay, "held_tensor", "if base._version != value.version", "if False"),
         after=lambda x: x.detach().mul_(3.0),
         refused=True,
     ),

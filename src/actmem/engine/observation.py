@@ -239,10 +239,13 @@ class Places:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        self._paths = {id(module): path for path, module in named_modules(block)}
+        self._block = block
+        self._paths: dict[int, str] | None = None
 
     def now(self) -> str:
         """Return the path of the innermost module that this thread runs; "" for the block itself."""
+        if self._paths is None:
+            self._paths = {id(module): path for path, module in named_modules(self._block)}
         frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         while frame is not None:
             if frame.f_code is module_call:

@@ -105,6 +105,9 @@ class Tape(Holdings, TorchDispatchMode):
     sees_regions = True
     """Sees the call of a compiled graph as one operator. See NOTE [ Compiled regions ]."""
 
+    known: Any = None
+    """The values of a call that was that of a known program (`KnownCall`)."""
+
     _refers_always = False
     """Find out what a call reads even if no plan needs to know."""
 
@@ -598,6 +601,9 @@ class Tape(Holdings, TorchDispatchMode):
                 self.observation.elsewhere.append(value.row)
 
     # ---------------------------------------------------------------- ends
+
+    def interrupted(self) -> None:
+        """Get ready for other code that records a call here. For tapes that do not always record."""
 
     def keep_outputs(self, out: Any) -> None:
         """Hold the values of a nested unit's outputs, so that no replay of later operators reaches into the unit."""

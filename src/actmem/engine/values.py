@@ -93,8 +93,6 @@ class Value:
         "why",
     )
 
-    order: int = -1
-    """When it was first held, in the order of all values; -1 if it never was."""
     tensor: weakref.ref[torch.Tensor] | None = None
     """For given values: the tensor that the program holds, as long as it lives and was not written."""
     reserved: bool = False
@@ -103,7 +101,6 @@ class Value:
     """For values born uninitialised: what was written since."""
     pending: Node | None = None
     """For the same: the node that makes this version, for when nothing is left uninitialised."""
-    num_bytes: int = 0
     row: Any = None
     """What the report knows of this value, if this step is observed."""
 
@@ -116,6 +113,9 @@ class Value:
         self.why = why
         self.held: Any = None
         self.version = UNCHECKED
+        self.order = -1
+        """When it was first held, in the order of all values; -1 if it never was."""
+        self.num_bytes = 0
         self.own = False
         """`held` was made by a replay: nobody outside the tape can see it."""
         self.debts: tuple[Value, ...] | None = None
