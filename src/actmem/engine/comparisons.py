@@ -4,7 +4,7 @@ Comparing runs before every operator of a step, and a loop over what to compare 
 call does. So each step has a function of its own, in which every expected number is a constant:
 
 >>> from actmem.engine.comparisons import source_of
->>> print(source_of([(0, 3, 0, 0)], [], [(1, 2)], 2))
+>>> print(source_of([("args[0]", 3, 0, 0)], [], [1], {}, 2))
 def same(tape, args, kwargs, storages, real):
     if len(args) != 2 or kwargs or default_dtype() is not tape._dtype:
         return False
@@ -31,19 +31,20 @@ from torch import Tensor
 
 __all__ = ["compiled", "source_of"]
 
-Made = tuple[int, int, int, int]
-"""A tensor that the block made: its position, its value's number, its version, and the number of its geometry."""
-Given = tuple[int, int, bool, int]
-"""A tensor from outside: its position, its value's number, whether it requires grad, the number of its geometry."""
+Made = tuple[str, int, int, int]
+"""A tensor that the block made: where it is, its value's number, its version, and the number of its geometry."""
+Given = tuple[str, int, bool, int]
+"""A tensor from outside: where it is, its value's number, whether it requires grad, the number of its geometry."""
 
 
-def source_of(made: list[Made], given: list[Given], rest: list[tuple[int, int]], num_args: int) -> str:
+def source_of(made: list[Made], given: list[Given], rest: list[int], lists: dict[int, int], num_args: int) -> str:
     """Return the source of a comparison.
 
     Args:
         made: tensors that the block made.
         given: tensors from outside.
-        rest: position of each other argument, and the number of what is expected there.
+        rest: positions of the other arguments.
+        lists: position and length of each list of tensors.
         num_args: how many arguments there are.
     """
     lines = [
@@ -51,24 +52,29 @@ def source_of(made: list[Made], given: list[Given], rest: list[tuple[int, int]],
         f"    if len(args) != {num_args} or kwargs or default_dtype() is not tape._dtype:",
         "        return False",
     ]
-    for position, number, version, k in made:
+    for position, length in lists.items():
         lines += [
-            f"    a = args[{position}]",
+            f"    if type(args[{position}]) not in (list, tuple) or len(args[{position}]) != {length}:",
+            "        return False",
+        ]
+    for where, number, version, k in made:
+        lines += [
+            f"    a = {where}",
             f"    if type(a) is not Tensor or storages[{number}]() is not a.untyped_storage():",
             "        return False",
             f"    if a._version != {version}:",
             "        return False",
             *_geometry(k),
         ]
-    for position, k in rest:
+    for position in rest:
         lines += [
             f"    a = args[{position}]",
-            f"    if a is not x{k} and not equal(a, x{k}):",
+            f"    if a is not x{position} and not equal(a, x{position}):",
             "        return False",
         ]
-    for position, number, requires_grad, k in given:
+    for where, number, requires_grad, k in given:
         lines += [
-            f"    a = args[{position}]",
+            f"    a = {where}",
             f"    if not isinstance(a, Tensor) or a.requires_grad is not {requires_grad}:",
             "        return False",
             f"    v = real[{number}]",
@@ -89,11 +95,12 @@ def _geometry(k: int) -> list[str]:
 def compiled(
     made: list[Made],
     given: list[Given],
-    rest: list[tuple[int, int]],
+    rest: list[int],
+    lists: dict[int, int],
     num_args: int,
     names: dict[str, Any],
 ) -> Callable[..., bool]:
     """Return a comparison, with what its names stand for."""
     found: dict[str, Any] = {"Tensor": Tensor, "default_dtype": torch.get_default_dtype, **names}
-    exec(source_of(made, given, rest, num_args), found)
+    exec(source_of(made, given, rest, lists, num_args), found)
     return found["same"]

@@ -162,7 +162,7 @@ class Follower(Tape):
         """Note what a call made that writes, returns several tensors, or is not recorded."""
         program = self._program
         assert program is not None
-        found = [out] if type(out) is Tensor else list(out) if type(out) is tuple else []
+        found = (out,) if type(out) is Tensor else out if type(out) is tuple else ()
         known = [not self._is_unknown(t.untyped_storage()) for t in found if type(t) is Tensor and not t.is_nested]
         if [slot for slot, is_known in enumerate(known) if not is_known] != [slot for slot, _ in step.outs]:
             self._deviate()  # nothing was recorded of it: as for any value that is never replayed

@@ -221,23 +221,26 @@ END = Step(_NoOperator(), {})  # pyright: ignore[reportArgumentType]
 
 
 def _comparison(step: Step) -> Any:
-    if not step.recorded or step.strays or step.kwargs or any(type(p.position) is not int for p in step.given):
-        return None
-    if any(p.item >= 0 for p in step.given):
+    """Write the comparison of calls with a step; None where arguments come by name, or a list has more than tensors."""
+    if not step.recorded or step.kwargs or any(type(p.position) is not int for p in step.reads):
         return None
     names: dict[str, Any] = {"equal": equal, "still": still}
-    made: list[tuple[int, int, int, int]] = []
-    given: list[tuple[int, int, bool, int]] = []
+    made: list[tuple[str, int, int, int]] = []
+    given: list[tuple[str, int, bool, int]] = []
     for k, p in enumerate(step.reads):
         names.update({f"s{k}": p.size, f"t{k}": p.stride, f"o{k}": p.offset, f"d{k}": p.dtype})
-        position: Any = p.position
+        where = f"args[{p.position}]" + (f"[{p.item}]" if p.item >= 0 else "")
         if p.version >= 0:
-            made.append((position, p.number, p.version, k))
+            made.append((where, p.number, p.version, k))
         else:
-            given.append((position, p.number, p.requires_grad, k))
+            given.append((where, p.number, p.requires_grad, k))
+    lists: dict[int, int] = {int(p.position): len(step.args[int(p.position)]) for p in step.reads if p.item >= 0}
+    if any(x is not None for i in lists for x in step.args[i]):
+        return None
+    rest = [i for i, _ in step.rest if i not in lists]
     for i, x in step.rest:
         names[f"x{i}"] = x
-    return compiled(made, given, [(i, i) for i, _ in step.rest], step.num_args, names)
+    return compiled(made, given, rest, lists, step.num_args, names)
 
 
 def still(value: Value, tensor: Tensor) -> bool:
