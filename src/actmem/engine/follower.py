@@ -80,6 +80,9 @@ class Follower(Tape):
             self._deviate()
             return Tape.__torch_dispatch__(self, func, types, args, kwargs)
         if step.written >= 0:
+            if not step.recorded and not self._is_written(step, args):
+                self._deviate()
+                return Tape.__torch_dispatch__(self, func, types, args, kwargs)
             preserve_elsewhere(args[0])
         out = step.call(*args, **kwargs) if kwargs else step.call(*args)
         if step.only >= 0 and type(out) is Tensor:
@@ -92,6 +95,11 @@ class Follower(Tape):
         else:
             self._note_results(step, out)
         return out
+
+    def _is_written(self, step: Step, args: tuple[Any, ...]) -> bool:
+        """Return whether a call that is not recorded writes what the program writes there."""
+        a = args[0]
+        return type(a) is Tensor and not a.is_nested and self._storages[step.written]() is a.untyped_storage()
 
     @staticmethod
     def _is_same(
@@ -162,6 +170,14 @@ class Follower(Tape):
         """Note what a call made that writes, returns several tensors, or is not recorded."""
         program = self._program
         assert program is not None
+        if step.written >= 0:
+            self._at += 1
+            number, storage = step.outs[0][1], out.untyped_storage()
+            self._storages[number] = _ref(storage)
+            self._born[storage._cdata] = number
+            if program.captured[number]:
+                self._capture(number, -1, out)
+            return
         found = (out,) if type(out) is Tensor else out if type(out) is tuple else ()
         known = [not self._is_unknown(t.untyped_storage()) for t in found if type(t) is Tensor and not t.is_nested]
         if [slot for slot, is_known in enumerate(known) if not is_known] != [slot for slot, _ in step.outs]:
@@ -184,6 +200,7 @@ class Follower(Tape):
         value = Value(_ref(storage), None, slot, self._program.why[number])
         self._values[storage._cdata] = self._real[number] = value
         self._hold(value, tensor, alias_in_handler)
+        value.version = self._program.versions[number]  # that of a tensor which is written moves after this handler
 
     @never_compile
     def pack(self, tensor: Tensor) -> Any:

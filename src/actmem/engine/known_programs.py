@@ -167,6 +167,10 @@ class Program:
         self.captured: list[bool] = []
         """Whether a value is held from its birth: the block makes it, and it is held when the forward is over. Until
         something decided to hold it, it was alive anyway."""
+        self.versions = [0] * len(made_by)
+        """The version of each value that the block made, when it was read or saved."""
+        for found in (*(p for step in steps for p in step.reads), *packs):
+            self.versions[found.number] = found.version
         self.lights: list[bool] = []
         """Whether a value is not held, and a replay makes it."""
         self.saved: tuple[int, ...] = ()
@@ -357,14 +361,13 @@ class Learner(Tape):
         super().__init__(*args, **kwargs)
         self._fit = self._outer is None and self._away is None and self.observation is None and not self._bits
         """Nothing was met so far that has no place in a program."""
-        self._seen: list[Value] = []
-        self._numbers: dict[int, int] = {}
+        self._weak: list[weakref.ref[Value]] = []
+        """The values, by number. Weak, because what else refers to a value decides whether it is copied."""
         self._steps: list[Step] = []
         self._packs: list[Pack] = []
         self._made_by: list[int] = []
         self._births: list[Geometry | None] = []
         self._program: Program | None = None
-        self._weak: list[weakref.ref[Value]] = []
 
     def interrupted(self) -> None:
         """Give up: a call that is recorded as a whole has no place in a program."""
@@ -376,12 +379,18 @@ class Learner(Tape):
     ) -> Any:
         """Record an operator, and note it."""
         operator = describe(func)
+        written = args[0] if operator.in_place and args else None
+        before = self._lookup(written) if type(written) is Tensor and not written.is_nested else None
+        old = -1 if before is None else before.number
+        del before
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._fit and operator.view is not True and not self._note(operator, args, kwargs, out):
+        if self._fit and operator.view is not True and not self._note(operator, args, kwargs, out, old):
             self._fit = False
         return out
 
-    def _note(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> bool:
+    def _note(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any, old: int
+    ) -> bool:
         """Note a call; False if it has no place in a program."""
         if self.paused or operator.view or operator.composite or operator.reissued or operator.fills_saved:
             return False
@@ -393,17 +402,15 @@ class Learner(Tape):
         found = list(tensors(out))
         step.single = type(out) is Tensor
         values = [self._lookup(t) for t in found]
-        fresh = [(slot, v) for slot, v in enumerate(values) if v is not None and id(v) not in self._numbers]
+        fresh = [(slot, v) for slot, v in enumerate(values) if v is not None and v.number < 0]
         if any(v is None for v in values) or any(v.why in _FROM_OUTSIDE for _, v in fresh):
             return False
         if operator.in_place:
             value = values[0]
-            if (
-                len(fresh) != 1
-                or value is None
-                or value.node is None
-                or value.node.writes != [(0, -1, -1, args[0].device)]
-            ):
+            step.written = old
+            if len(fresh) != 1 or value is None or value.slot != -1 or step.written < 0:
+                return False
+            if self._made_by[step.written] < 0 or (value.node is not None and len(value.node.writes or ()) != 1):
                 return False
             fresh = [(-1, value)]
             step.device = args[0].device
@@ -428,8 +435,8 @@ class Learner(Tape):
         for position, item, value, *view in node.refs:
             if value is None or view[0] is None or view[4]:
                 return False
-            known = self._numbers.get(id(value))
-            if known is None:
+            known = value.number
+            if known < 0:
                 if value.why is not Reason.EXTERNAL or value.held is None or value.node is not None:
                     return False  # made unseen, or a parameter that is read without being differentiated
                 known = self._number(value, -1)
@@ -443,17 +450,13 @@ class Learner(Tape):
             place.version = -1  # an optimizer may have written it since
         tensors_at = {p.position for p in places}
         step.rest = tuple((i, x) for i, x in enumerate(node.args) if i not in tensors_at or type(x) is list)
-        if node.writes is not None:
-            step.written = places[0].number
-            if self._made_by[step.written] < 0:
-                return False
-        return True
+        return node.writes is None or places[0].number == step.written
 
     def _number(self, value: Value, made_by: int) -> int:
-        number = self._numbers[id(value)] = len(self._seen)
-        self._seen.append(value)
+        value.number = len(self._weak)
+        self._weak.append(weakref.ref(value))
         self._made_by.append(made_by)
-        return number
+        return value.number
 
     @never_compile
     def pack(self, tensor: Tensor) -> Any:
@@ -464,8 +467,8 @@ class Learner(Tape):
         if type(handle) is not Handle or handle.view[4]:
             self._fit = False
             return handle
-        number = self._numbers.get(id(handle.value))
-        if number is None:
+        number = handle.value.number
+        if number < 0:
             if handle.value.why is not Reason.EXTERNAL or handle.value.held is None:
                 self._fit = False
                 return handle
@@ -477,11 +480,19 @@ class Learner(Tape):
     def close(self) -> None:
         """End the forward, and see what is held after it."""
         if self._fit and not self._copied and not self._detached and not self._bits:
-            why = [v.why if v.node is None else None for v in self._seen]
+            why = [self._why(n, reference()) for n, reference in enumerate(self._weak)]
             self._program = Program(self._steps, self._packs, self._made_by, why, self._births)
-            self._weak = [weakref.ref(v) for v in self._seen]
-        self._seen, self._numbers, self._steps, self._packs, self._made_by, self._births = [], {}, [], [], [], []
+        else:
+            self._weak = []
+        self._steps, self._packs, self._made_by, self._births = [], [], [], []
         super().close()
+
+    def _why(self, number: int, value: Value | None) -> Reason | None:
+        """Return why a value is not recomputed; None if it is."""
+        if value is not None:
+            return value.why if value.node is None else None
+        by = self._made_by[number]  # nothing refers to it any more
+        return None if by >= 0 and self._steps[by].recorded else Reason.EXTERNAL
 
     def learned(self, shared: dict[Any, Program]) -> Program | None:
         """Return the program, when the forward is over; None if the call has none. Only once.
@@ -501,8 +512,8 @@ class Learner(Tape):
         program.settle(kept)
         if any(not program.lights[p.number] and p.number not in program.kept for p in program.packs):
             return None  # a branch whose graph is gone already
-        if any(captured and slot < 0 for captured, slot in zip(program.captured, program.slots, strict=True)):
-            return None  # its version is not yet known when it is born
+        if any(step.written >= 0 and program.captured[step.written] for step in program.steps):
+            return None  # it would have to be copied first
         if len(shared) >= _MOST_PROGRAMS:
             shared.clear()
         shared[key] = program
