@@ -514,18 +514,18 @@ def test_a_directory_that_was_removed_raises_at_the_next_send(tmp_path: Path) ->
 
 @pytest.mark.parametrize("place", STORES)
 def test_close_waits_for_what_is_away_and_then_leaves_no_thread_file_or_descriptor(place: str, tmp_path: Path) -> None:
-    threads, files = threading.active_count(), open_files()
+    threads, files = set(threading.enumerate()), open_files()
     store = HostStore(pin=False) if place == "host" else DiskStore(tmp_path)
     offloader = Offloader(store, ThreadLane(timeout_seconds=PATIENCE_SECONDS), window=Window(4000))
     held = [offloader.send(numbers(3000, seed)) for seed in range(4)]
     offloader.close()
     offloader.close()
-    assert threading.active_count() > threads, "something is away"
+    assert not threads.issuperset(threading.enumerate()), "something is away"
     assert all(torch.equal(t.fetch(), numbers(3000, seed)) for seed, t in enumerate(held))
     held.pop()
-    assert threading.active_count() > threads
+    assert not threads.issuperset(threading.enumerate())
     held.clear()
-    assert threading.active_count() <= threads  # one of an earlier test may have ended meanwhile
+    assert threads.issuperset(threading.enumerate())
     assert open_files() == files
     assert list(tmp_path.iterdir()) == []
     assert store.held_bytes == 0
