@@ -36,7 +36,7 @@ import actmem
 from actmem import ops
 from actmem.cli import demo
 from actmem.compat.torchtitan import CompilerBudget
-from actmem.planner import budget_fit
+from actmem.planner import profile_fit
 from actmem.planner.cost_frontier import NAMED
 from actmem.planner.solver import Solution, smallest_peak, solve
 from actmem.structure import find_blocks
@@ -504,15 +504,15 @@ def planned(large: Large) -> dict[str, Any]:
     least = smallest_peak(profile)[0]
     budget = (least + actmem.predict(profile, actmem.SaveEverything(), DEVICE).peak_bytes) // 2
     solutions: list[Solution] = []
-    really_solve = budget_fit.solve
+    really_solve = profile_fit.solve
 
     def listened(*args: Any, **kwargs: Any) -> Solution:
         solutions.append(really_solve(*args, **kwargs))
         return solutions[-1]
 
-    with patch.object(budget_fit, "solve", listened):
+    with patch.object(profile_fit, "solve", listened):
         begun, worked = perf_counter(), worked - process_time()
-        plan = budget_fit.fit_profile([profile], budget, DEVICE)
+        plan = profile_fit.fit_profile([profile], budget, DEVICE)
         done, worked = perf_counter(), worked + process_time()
     assert plan.predicted is not None
     return {

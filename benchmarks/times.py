@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import actmem
 from actmem.devices import THIS_MACHINE
-from actmem.planner.budget_fit import fit_profile
 from actmem.planner.named_modes import named_keeps
+from actmem.planner.profile_fit import fit_profile
 from actmem.planner.solver import smallest_peak
 from actmem.simulation.predictor import plan_of
 from actmem.simulation.step_cost import dtypes_of, resolved

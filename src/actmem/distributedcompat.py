@@ -24,6 +24,7 @@ __all__ = [
     "as_in_training",
     "exchanged_rows",
     "fewer_microbatches",
+    "forget_meshes",
     "held_messages",
     "link_traffic",
     "own_chunks",
@@ -50,16 +51,16 @@ def silent_group(world: int, rank: int) -> Generator[None]:
     """Make this process one rank of a default group that communicates with nobody; destroy all groups in the end."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
 
-    _forget_meshes()
+    forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        _forget_meshes()
+        forget_meshes()
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """Empty the caches of DTensor: they find a mesh by its ranks, and an old one leads to groups that are gone."""
     from torch.distributed.tensor import debug
 

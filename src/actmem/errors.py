@@ -20,6 +20,10 @@ The errors, and the builtin that each can also be caught as::
 Each message says what was found, what is permitted, why (in one clause), and how to fix it.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class ActmemError(Exception):
     """Common base of all errors that actmem raises on purpose."""
@@ -54,6 +58,16 @@ class BudgetError(ActmemError, RuntimeError):
 
     smallest_bytes: int | None = None
     """The smallest peak that was found, where no plan fits."""
+    smallest_decisions: Sequence[Sequence[str]] | None = None
+    """The decisions with that peak, for each call of each block, if they are to be followed to the letter."""
+
+    def with_lines(self, lines: Sequence[str]) -> BudgetError:
+        """Return the same error with more to say."""
+        if not lines:
+            return self
+        more = BudgetError("\n".join([str(self), *lines]))
+        more.smallest_bytes, more.smallest_decisions = self.smallest_bytes, self.smallest_decisions
+        return more
 
 
 class ReplayError(ActmemError, RuntimeError):

@@ -45,7 +45,9 @@ class FitRecord:
     optimizer: str
     """The optimizer that is counted, and the dtype of its state; "none" if none is counted."""
     shapes: tuple[TensorShape, ...]
-    """The tensors of the example."""
+    """The tensors of the example that takes the most, and the documents in it, where it is packed."""
+    examples: tuple[tuple[TensorShape, ...], ...] = ()
+    """The same of other examples that the plan holds for."""
     calls: tuple[tuple[TensorShape, ...], ...] = ()
     """The tensors of each different call of the model, where the plan is for a step of the user's own loop."""
     is_step: bool = False
@@ -207,6 +209,7 @@ class Plan:
         if self.predicted is not None:
             p = self.predicted
             document["predicted"] = {**asdict(p), **shapes_as_text(p.shapes, p.calls)}
+            document["predicted"]["examples"] = [[str(s) for s in shapes] for shapes in p.examples]
         text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
         return _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text)
 
@@ -247,6 +250,8 @@ def _foretold(p: FitRecord) -> list[str]:
         f"predicted step: {p.step_time_ratio:.4f}x of saving everything on {p.device}; {bound}",
         f"assumed: {', '.join(map(str, p.shapes)) or 'no tensors'}; optimizer {p.optimizer}",
     ]
+    if p.examples:
+        lines[-1] += f"; and for {len(p.examples)} other example{'s' if len(p.examples) > 1 else ''}"
     if p.is_step:
         lines[-1] += "; a step of your own loop"
     if p.microbatches > 1:

@@ -215,7 +215,7 @@ def test_plans_keep_their_budget_to_the_byte_and_replay_less_than_torch(name: st
 
 def test_the_loss_in_pieces_takes_a_fraction_of_its_bytes() -> None:
     outcome = pieces.run(num_repetitions=1)
-    assert [*outcome.exact] == [*pieces.SPLITS]
+    assert [name for name in outcome.exact if name != pieces.LIGERS] == [*pieces.SPLITS, pieces.TORCHS]
     assert 0.3 < outcome.exact["plain"]["head_share"] < 0.37
     assert all(bound.kept for bound in outcome.bounds if bound.exact)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import published, recordings, validation
+from benchmarks import published, published_filter, recordings, validation
+from benchmarks.megatron_steps import schedule
 from benchmarks.outcome import RESULTS
 from benchmarks.published_steps import nemo_llama_1b, predicted
 from tests.allocator.recorder import MIB, Recorder
@@ -67,9 +68,54 @@ SHARED = validation.SHARED
 
 
 def test_a_published_peak_is_predicted_from_the_source_of_its_program() -> None:
-    row = next(each for each in published.documents() if not each["reason"])
-    assert row["name"] == "nemo_llama_1b"
+    row = next(each for each in published.documents() if each.get("name") == "nemo_baseline")
     assert predicted(nemo_llama_1b()).allocated_bytes == pytest.approx(row["peak"] * 2**30, rel=0.001)
+
+
+MEGATRON_GPT = {
+    "layers": "12",
+    "hidden": "512",
+    "heads": "8",
+    "seq": "1024",
+    "micro_batch": "4",
+    "global_batch": "32",
+    "bf16": "True",
+    "attention_backend": "unfused",
+    "gpu": "dev_dgx_a100",
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "allocated_bytes"),
+    [
+        ({"case": "gpt/gpt3_mcore_te_tp2_pp2", "tp": "2", "pp": "2"}, 1_900_158_464),
+        (
+            {
+                "case": "gpt/gpt3_mcore_te_tp1_pp4_vp1_decoupled_lr",
+                "tp": "1",
+                "pp": "4",
+                "virtual_pp_or_layers_per_stage": "1",
+            },
+            4_120_607_232,
+        ),
+    ],
+    ids=["tensor and pipeline parallel", "virtual stages"],
+)
+def test_the_last_rank_of_a_parallel_job_has_its_published_peak(layout: dict[str, str], allocated_bytes: int) -> None:
+    row = MEGATRON_GPT | layout
+    assert published_filter.reason("megatron", row) == ""
+    assert published.peak_of("megatron", row).allocated_bytes == pytest.approx(allocated_bytes, rel=0.01)
+
+
+def test_a_pipeline_forgets_no_micro_batch() -> None:
+    for num_stages, micro_batches, group in ((1, 3, 1), (2, 4, 2), (3, 4, 4), (3, 10, 5)):
+        order = list(schedule(num_stages, micro_batches, group))
+        pending = dict.fromkeys(range(num_stages), 0)
+        for kind, stage in order:
+            pending[stage] += 1 if kind == "forward" else -1
+            assert pending[stage] >= 0
+        assert len(order) == 2 * num_stages * micro_batches
+        assert set(pending.values()) == {0}
 
 
 def test_the_filter_has_a_reason_for_every_row_that_is_not_predicted() -> None:
@@ -80,7 +126,8 @@ def test_the_filter_has_a_reason_for_every_row_that_is_not_predicted() -> None:
         "prime_rl": 45,
         "documents": 89,
     }
-    assert sum(each.get("", 0) for each in counts.values()) == len(found["exact"]["peaks"]) == 15
+    predicted_rows = sum(each["rows"] for each in found["exact"]["peaks"].values())
+    assert sum(each.get("", 0) for each in counts.values()) == predicted_rows == 168
     assert all(bound["kept"] for bound in found["bounds"])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,15 +35,24 @@ def built(case: Case) -> tuple[nn.Module, Batch]:
 
 
 def compiled(
-    model: nn.Module, how: str, backend: Any = "aot_eager", blocks: str | None = None, **options: Any
+    model: nn.Module,
+    how: str,
+    backend: Any = "aot_eager",
+    blocks: str | None = None,
+    parts: Mapping[str, Collection[str]] | None = None,
+    **options: Any,
 ) -> Callable[..., Any]:
-    """Compile a model or its blocks; return what to call."""
+    """Compile a model, its blocks, or `parts` of each block, by the block's path; return what to call."""
     if how == "eager":
         return model
     if how == "model":
         return torch.compile(model, backend=backend, **options)
     for block in find_blocks(model, blocks):
-        if how == "block.compile":
+        if how == "parts":
+            for name, module in block.module.named_modules():
+                if parts and name in parts[block.path]:
+                    module.compile(backend=backend, **options)
+        elif how == "block.compile":
             block.module.compile(backend=backend, **options)
         else:
             parent, _, name = block.path.rpartition(".")

@@ -78,6 +78,7 @@ def test_an_example_runs_and_what_it_applies_trains(example: Example, tmp_path: 
             built = ZOO[case].build()
             given |= {name: built, "train_step": stepper(case), "batch": ZOO[case].batch(built)}
             given["optimizer"] = torch.optim.AdamW(built.parameters())
+    torch._dynamo.reset()  # the compiler stops compiling a function that it compiled too often
     printed = run(example, given)
     assert example.shown in (None, printed)
     applied = given.get("applied")

@@ -214,6 +214,17 @@ def tensor_parallel_reduces_again_when_asked(rank: int) -> None:
     assert recomputed.held_bytes == saved.held_bytes - 2 * tokens().nbytes
 
 
+def the_first_call_is_decided_as_every_other(rank: int) -> None:
+    """Torch infers the shapes of a layer when it first meets them: those are operators that no rule may count."""
+    reports: list[actmem.Report] = []
+    for _ in range(2):
+        model = parallel_model(sequence=True)
+        applied = actmem.apply(model, actmem.Selective(save=[actmem.every_second("matmul")]))
+        train(model, tokens(length=5), 1)  # sizes that no other case has, so that the first model meets them first
+        reports.append(applied.report())
+    assert reports[0].kinds == reports[1].kinds
+
+
 def a_collective_that_the_plan_saves_is_not_run_again(rank: int) -> None:
     mode = actmem.Selective(save=["collective"])
     model = parallel_model(sequence=True)
@@ -302,7 +313,7 @@ def expert_parallel_in_place_sends_once(rank: int) -> None:
 
 DEFAULT = (
     *(tensor_parallel_communicates_once, sequence_parallel_communicates_once),
-    the_forms_of_other_systems_gather_again,
+    *(the_forms_of_other_systems_gather_again, the_first_call_is_decided_as_every_other),
     *(sequence_parallel_gathers_again_when_asked, ranks_with_unequal_work_run_the_same_collectives_again),
     *(gathered_context_parallel_communicates_once, functional_expert_parallel_sends_once),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import traceback
 import warnings
 from collections import Counter
@@ -16,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import actmem
+from actmem.distributedcompat import forget_meshes
 from tests.engine.cases import Operators
 from tests.patience import PATIENCE_SECONDS
 
 NUM_RANKS = 2
+NUM_MEASURED = 6
 Case = Callable[[int], None]
 Outcomes = dict[str, list[str]]
 
@@ -55,6 +58,7 @@ def _worker(rank: int, cases: tuple[Case, ...], folder: str) -> None:
             text = traceback.format_exc()
         Path(folder, f"{name}.{rank}").write_text(text)
         dist.destroy_process_group()
+        forget_meshes()
 
 
 # -------------------------------------------------------------------- training and comparing
@@ -63,6 +67,20 @@ def _worker(rank: int, cases: tuple[Case, ...], folder: str) -> None:
 def local(t: Any) -> Tensor:
     """Return this rank's part of a tensor."""
     return t.to_local() if hasattr(t, "to_local") else t
+
+
+def bits(t: Any) -> str:
+    """Return a digest of the bits of this rank's part of a tensor."""
+    return hashlib.sha256(local(t).detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def step_bytes(step: Callable[[], Any], model: nn.Module, optimizer: Any) -> int:
+    """Return the peak of a step in tensors.
+
+    A thread of gloo's may let go of a buffer after the rank has gone on, the more often the busier the machine is. That
+    only ever adds bytes, so the smallest of several steps is the step's own peak. Every rank runs equally many.
+    """
+    return min(actmem.measure(step, model=model, optimizer=optimizer).tensor_bytes for _ in range(NUM_MEASURED))
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:

@@ -48,6 +48,10 @@ def test_a_microbatch_stands_for_others_to_the_byte() -> None:
     _compare(Layout(pp=6, microbatches=8), 0)
 
 
+def test_so_do_two_turns_of_a_schedule_for_all_of_them() -> None:
+    _compare(Layout(pp=4, microbatches=8), 0, 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",

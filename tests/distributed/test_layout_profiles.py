@@ -19,13 +19,20 @@ from torch import Tensor, nn
 import actmem
 from actmem import Layout
 from actmem.catalogue import build, example, tiny
+from actmem.distributedcompat import forget_meshes
 from actmem.layout import layers_of_stages
 from actmem.parallelism import build_job, find_parts, profile_layout
 from actmem.structure import find_blocks
+from tests.distributed.ranks import step_bytes
 from tests.flat_device import FLAT
 from tests.patience import PATIENCE_SECONDS
 
-_RUNS = ("trained", "plain", "fitted")
+_MODES: dict[str, Any] = {
+    "plain": actmem.SaveEverything(),
+    "full": actmem.Full(),
+    "selective": actmem.Selective(save=["attention", actmem.every_second("matmul")]),
+}
+_RUNS = ("trained", *_MODES, "fitted")
 _TOLERANCE = 64
 _MODELS = {
     "llama": replace(tiny("llama-3.1-8b"), num_layers=4),
@@ -67,15 +74,15 @@ def _worker(rank: int, world: int, cases: Sequence[tuple[str, Layout]], folder: 
                 whole = {n: _whole(p.detach()) for n, p in job.model.named_parameters()}
                 torch.save(whole, f"{folder}/{number}.{rank}.pt")
             else:
-                if mode == "fitted":
-                    actmem.apply(job.model, actmem.FromPlan(f"{folder}/{number}.{rank}.plan.json"))
+                if mode != "plain":
+                    fitted = actmem.FromPlan(f"{folder}/{number}.{rank}.plan.json")
+                    actmem.apply(job.model, _MODES.get(mode, fitted))
                 job.step()
                 job.step()
-                # A thread of gloo's lets go of a buffer late now and then: the smaller of two is the step's own.
-                measured = [actmem.measure(job.step, model=job.model, optimizer=job.optimizer) for _ in range(2)]
-                found = min(m.tensor_bytes for m in measured)
+                found = step_bytes(job.step, job.model, job.optimizer)
                 Path(folder, f"{number}.{mode}.{rank}.json").write_text(json.dumps(found))
             dist.destroy_process_group()
+            forget_meshes()
 
 
 def _whole(parameter: Any) -> Tensor:
@@ -92,17 +99,17 @@ def _name_in_model(name: str, layout: Layout, pp: int) -> str:
 
 
 def predicted(cases: Sequence[tuple[str, Layout]], folder: Path) -> dict[tuple[int, str, int], int]:
-    """Predict what each rank takes, plain and under a plan, which is left in the folder."""
+    """Predict what each rank takes, under modes and under a plan, which is left in the folder."""
     found: dict[tuple[int, str, int], int] = {}
     for number, (name, layout) in enumerate(cases):
         model, batch = made(name)
         for rank in range(layout.world):
             seen = profile_layout(model, batch, layout, rank=rank)
-            most, least = (actmem.predict(seen, m, FLAT).tensor_bytes for m in (actmem.SaveEverything(), actmem.Full()))
-            plan = actmem.fit(seen, budget=(least + most) // 2, device=FLAT)
+            told = {mode: actmem.predict(seen, given, FLAT).tensor_bytes for mode, given in _MODES.items()}
+            plan = actmem.fit(seen, budget=(told["full"] + told["plain"]) // 2, device=FLAT)
             plan.save(folder / f"{number}.{rank}.plan.json")
-            found[number, "plain", rank] = most
-            found[number, "fitted", rank] = actmem.predict(seen, plan, FLAT).tensor_bytes
+            told["fitted"] = actmem.predict(seen, plan, FLAT).tensor_bytes
+            found |= {(number, mode, rank): num_bytes for mode, num_bytes in told.items()}
     return found
 
 

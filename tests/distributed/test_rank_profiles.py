@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import actmem
+from actmem.distributedcompat import forget_meshes
 from tests.distributed import layouts
-from tests.distributed.ranks import local
+from tests.distributed.ranks import bits, step_bytes
 from tests.flat_device import FLAT
 from tests.patience import PATIENCE_SECONDS
 
@@ -56,11 +57,10 @@ def gloo_worker(rank: int, world: int, cases: Sequence[tuple[str, str]], folder:
         job.step()
         job.step()
         hook.remove()
-        # A thread of gloo's lets go of a buffer late now and then: the smaller of two is the step's own.
-        measured = [actmem.measure(job.step, model=job.model, optimizer=job.optimizer) for _ in range(2)]
-        found = {"bytes": min(m.tensor_bytes for m in measured), "gradients": digest.hexdigest()}
+        found = {"bytes": step_bytes(job.step, job.model, job.optimizer), "gradients": digest.hexdigest()}
         Path(folder, f"{name}.{mode}.{rank}.json").write_text(json.dumps(found))
         dist.destroy_process_group()
+        forget_meshes()
 
 
 def add_gradients(job: layouts.Job, digest: Any) -> None:
@@ -68,7 +68,7 @@ def add_gradients(job: layouts.Job, digest: Any) -> None:
     for name, parameter in job.model.named_parameters():
         digest.update(name.encode())
         if parameter.grad is not None:
-            digest.update(local(parameter.grad).contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(bits(parameter.grad).encode())
 
 
 def compare(

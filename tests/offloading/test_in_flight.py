@@ -26,6 +26,8 @@ from actmem.offloading.lanes import Copy
 from actmem.offloading.stores import Slot, Store
 from actmem.offloading.threads import ThreadLane
 from actmem.offloading.window import Window
+from actmem.simulation.flight import InFlight
+from actmem.simulation.room import Room
 from tests.offloading.stacks import PLACES, Block
 from tests.offloading.virtual import VirtualDevice
 from tests.patience import PATIENCE_SECONDS
@@ -366,3 +368,15 @@ def test_the_allocator_hands_out_what_was_predicted(tmp_path: Path) -> None:
     for foretold, allocated in offloaded:
         assert allocated - besides - 2**17 <= foretold <= 1.10 * allocated
         assert allocated < 0.9 * plain[1]
+
+
+def test_a_prediction_prefetches_past_what_nobody_holds_any_more() -> None:
+    """As the offloader does. The fetches of an interleaved pipeline do not follow the order of sending."""
+    room = Room({})
+    flight = InFlight(num_bytes=20).begin(room)
+    first, second, third, fourth = (flight.send(-1, 10) for _ in range(4))
+    assert flight.in_memory == [third, fourth]
+    assert flight.fetch(third)
+    assert (second.is_ahead, first.is_ahead) == (True, False)
+    assert flight.fetch(fourth)  # the one before it in the order of sending was fetched, and dropped
+    assert (second.is_ahead, first.is_ahead) == (True, True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import actmem
 from actmem import catalogue
 from actmem.plan import Plan
-from actmem.planner.budget_fit import fit_profile
+from actmem.planner.profile_fit import fit_profile
 from actmem.profiles import Profile
 from actmem.reporting import PageData, build
 from tests.flat_device import FLAT

@@ -11,7 +11,7 @@ from syrupy.assertion import SnapshotAssertion
 import actmem
 from actmem import catalogue
 from actmem.plan import Plan
-from actmem.planner.budget_fit import fit_profile
+from actmem.planner.profile_fit import fit_profile
 from actmem.reporting import build
 from actmem.reporting.block_view import NUM_DRAWN, groups, kinds
 from actmem.simulation.plan_effect import follow

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import actmem
 from actmem.devices import THIS_MACHINE
-from actmem.planner.budget_fit import fit_profile
+from actmem.planner.profile_fit import fit_profile
 from actmem.profiles import Profile
 from actmem.simulation.peak_moments import Timeline
 from actmem.simulation.plan_effect import follow

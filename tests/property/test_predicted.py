@@ -214,6 +214,11 @@ def test_what_was_once_predicted_wrong_is_right(name: str) -> None:
     assert difference(ONCE_WRONG[name], lambda _: actmem.Full()) is None
 
 
+def test_an_input_that_only_the_recorder_of_a_write_refers_to_is_not_copied() -> None:
+    program = Program(420842868, num_steps=5, skip=frozenset({(0, 1), (0, 2), (0, 4), (0, 0), (0, 3)}))
+    assert difference(program, lambda _: HALF) is None
+
+
 def test_a_node_that_holds_itself_is_found() -> None:
     program = Program(
         1243268109,

@@ -169,6 +169,7 @@ def apply(
     opaque: Opaque = "hold",
     split: Split | None = None,
     example: Any = None,
+    examples: Sequence[Any] = (),
     step: Callable[[], object] | None = None,
     loss: Callable[[Any], Any] | None = None,
     fake: bool = True,
@@ -200,6 +201,7 @@ def apply(
             logits are never there as a whole; `Split(parts={"mlp": 8})` runs each MLP on an eighth of the tokens at a
             time, forward and backward. Sums over tokens are added in another order: `plan.bitwise` is False.
         example: a batch, for `Budget`, which profiles the model: a dict for `model(**example)`, or a tuple.
+        examples: several of them; the plan holds for each.
         step: in place of an example, a function that runs one whole training step of your own loop, as for `profile`.
         loss: a function of the output, for the same; by default `output.loss`.
         fake: profile on tensors without bytes, for the same. Otherwise real steps are run.
@@ -223,7 +225,7 @@ def apply(
     192
     >>> applied.remove()
     """
-    profiled = _Profiled(example, step, loss, fake)
+    profiled = _Profiled(example, step, loss, fake, tuple(examples))
     _validate(model, mode, engine, collectives, opaque, profiled)
     counted = optimizer
     told = optimizer, step_in_backward, optimizer_state
@@ -254,6 +256,7 @@ class _Profiled(NamedTuple):
     step: Callable[[], object] | None
     loss: Callable[[Any], Any] | None
     fake: bool
+    examples: tuple[Any, ...]
 
 
 def _validate(
@@ -294,7 +297,8 @@ def _refuse_unknown(mode: Mode | Plan, engine: Engine, collectives: Collectives,
 
 def _refuse_profiled(mode: Mode | Plan, profiled: _Profiled) -> None:
     """Refuse a Budget without a batch, and a batch without a Budget."""
-    if (profiled.example is not None or profiled.loss is not None) and not isinstance(mode, (Budget, Plan)):
+    given = profiled.example is not None or profiled.examples or profiled.loss is not None
+    if given and not isinstance(mode, (Budget, Plan)):
         raise ModeError(
             f"example and loss are for a Budget, which profiles the model; {type(mode).__name__} does not. Leave them "
             "out."
@@ -305,7 +309,7 @@ def _refuse_profiled(mode: Mode | Plan, profiled: _Profiled) -> None:
         raise ModeError(
             f"fake = False is for a Budget, which profiles the model; {type(mode).__name__} does not. Leave it out."
         )
-    if isinstance(mode, Budget) and profiled.example is None and profiled.step is None:
+    if isinstance(mode, Budget) and profiled.example is None and not profiled.examples and profiled.step is None:
         raise ModeError(f"{mode!r} needs a batch to plan for. Write actmem.apply(model, {mode!r}, example=batch).")
 
 
@@ -384,6 +388,7 @@ def _fitted(
         return fit(
             model,
             profiled.example,
+            examples=profiled.examples,
             budget=mode.amount,
             step=profiled.step,
             loss=profiled.loss,

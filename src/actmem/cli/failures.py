@@ -49,6 +49,7 @@ _OPTIONS = (
     "most",
 )
 _ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})=(?:'([^']*)'|\"([^\"]*)\"|(\w+(?:\.\w+)*))")
+_ALLOW = re.compile(r"\ballow=\[([^\]]*)\]")
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -104,6 +105,8 @@ def shown_message(error: BaseException) -> str:
 
     >>> shown_message(ModeError("Name the device too, as in device='h100-80gb', or shard=8."))
     'Name the device too, as in --device h100-80gb, or --shard 8.'
+    >>> shown_message(ModeError("What would help: allow=['split', 'offload']: 20 GiB."))
+    'What would help: --allow split,offload: 20 GiB.'
     """
     text = str(error) or type(error).__name__
     if not isinstance(error, ActmemError):
@@ -111,6 +114,7 @@ def shown_message(error: BaseException) -> str:
     text = text.replace("offload='host' or 'disk'", "offload='host' or offload='disk'")
     if "Pass loss=" in text:
         text += " On the command line: let package.module:function return (model, batch, loss)."
+    text = _ALLOW.sub(lambda m: f"--allow {','.join(re.findall(r'[a-z_]+', m[1]))}", text)
     return _ARGUMENT.sub(lambda m: f"--{m[1]} {m[2] or m[3] or m[4]}", text)
 
 

@@ -27,13 +27,12 @@ from actmem.cli.shared import (
     save_plan,
 )
 from actmem.cli.spread import StageShown, check_spread, fitted_stages, profiled_stages, show_stages
-from actmem.cli.tuning_options import asked_split
 from actmem.devices import Device
 from actmem.errors import ModeError
 from actmem.layout import Layout
 from actmem.parallelism import StageProfile
 from actmem.plan import Plan
-from actmem.planner import NAMED, Allowance, Frontier, allowance
+from actmem.planner import NAMED, Allowance, Frontier, allowance, requested
 from actmem.planner import frontier as planner_frontier
 from actmem.profiles import Profile
 from actmem.settings import Split
@@ -135,27 +134,18 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
         loaded = load(asked)
         device = measured(chosen, loaded.model)
     allowed = allowance(asked.budget, device, asked.headroom)
-    found: Plan | None = None
-    if asked.allow and layout is None:
-        with screen.progress("searching for what helps"):
-            found = _with_measures(asked, loaded, device)
-    with screen.progress("profiling one step"):
-        if found is not None:
-            options: dict[str, Any] = {**options_of(asked), "split": found.split}
-            profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, device=device, **options)
-            stages = [StageProfile(0, 0, on_card(with_stepping(profile, found), device), 1, 1)]
-        elif layout is None:
-            profile = actmem.profile(loaded.model, loaded.batch, loss=loaded.loss, device=device, **options_of(asked))
-            stages = [StageProfile(0, 0, on_card(profile, device), 1, 1)]
-        else:
+    if layout is None:
+        with screen.progress("profiling one step, and searching for the best plan"):
+            profile, plan = _alone(asked, loaded, device)
+        stages, plans, shown_stages = [StageProfile(0, 0, profile, 1, 1)], [plan], list[StageShown]()
+    else:
+        with screen.progress("profiling one step"):
             stages = profiled_stages(asked, loaded, layout, device)
-    with screen.progress("searching for the best plan"):
-        plans, shown_stages = fitted_stages(stages, asked, allowed, device) if found is None else ([found], [])
-        if found is None:
-            plans = [replace(plan, split=asked_split(asked)) for plan in plans]
-        slowest = max(shown_stages, key=lambda stage: (stage.busy, stage.peak_bytes)).pp if shown_stages else 0
-        profile, plan = stages[slowest].profile, plans[slowest]
-        parts, _ = parts_of(profile, plan)
+        with screen.progress("searching for the best plan"):
+            plans, shown_stages = fitted_stages(stages, asked, allowed, device)
+    slowest = max(shown_stages, key=lambda stage: (stage.busy, stage.peak_bytes)).pp if shown_stages else 0
+    profile, plan = stages[slowest].profile, plans[slowest]
+    parts, _ = parts_of(profile, plan)
     curve = None
     if asked.frontier:
         with screen.progress("searching for plans at other budgets") as told:
@@ -193,9 +183,9 @@ def run(asked: Fit, screen: Screen) -> tuple[FitShown, int]:
     return shown, 0
 
 
-def _with_measures(asked: Fit, loaded: Loaded, device: Device) -> Plan:
-    """Find the plan that uses what is allowed."""
-    return actmem.fit(
+def _alone(asked: Fit, loaded: Loaded, device: Device) -> tuple[Profile, Plan]:
+    """Find the plan of a model that is not spread over ranks. Return the step as the plan has it, too."""
+    request = requested(
         loaded.model,
         loaded.batch,
         budget=asked.budget,
@@ -204,9 +194,10 @@ def _with_measures(asked: Fit, loaded: Loaded, device: Device) -> Plan:
         offload=asked.offload,
         headroom=asked.headroom,
         allocator=asked.allocator,
-        allow=measures_of(asked),
         **options_of(asked),
     )
+    plan = request.plan(measures_of(asked))
+    return on_card(with_stepping(request.profiled(plan.split)[0], plan), device), plan
 
 
 def _check_files(asked: Fit, mistakes: Mistakes) -> None:

@@ -23,7 +23,7 @@ from actmem.cli.shared import (
 )
 from actmem.devices import Device
 from actmem.errors import ModeError
-from actmem.planner import check_sizes
+from actmem.planner import Growth, check_sizes
 from actmem.units import size
 
 __all__ = ["LargestShown", "run", "show"]
@@ -62,7 +62,7 @@ class LargestShown(Document):
 
 
 def run(asked: Largest, screen: Screen) -> tuple[LargestShown, int]:
-    """Search for the largest size that fits, by doubling and then bisecting."""
+    """Search for the largest size that fits, without measures and with one more of them each time."""
     mistakes = Mistakes()
     chosen = check_planning(asked, mistakes)
     with mistakes.noted():
@@ -88,30 +88,26 @@ def run(asked: Largest, screen: Screen) -> tuple[LargestShown, int]:
             num_tried += 1
             told(num_tried, None)
 
-        def largest(allow: tuple[str, ...], start: int | None) -> actmem.Largest:
-            return actmem.largest(
-                loaded.model,
-                make_batch,
-                budget=asked.budget,
-                device=device,
-                vary=asked.vary,
-                loss=loaded.loss,
-                multiple=asked.multiple,
-                most=asked.most,
-                progress=tried,
-                start=start,
-                offload=asked.offload,
-                headroom=asked.headroom,
-                allocator=asked.allocator,
-                allow=allow,
-                **options_of(asked),
-            )
-
+        growth = Growth(
+            loaded.model,
+            make_batch,
+            asked.vary,
+            multiple=asked.multiple,
+            most=asked.most,
+            progress=tried,
+            budget=asked.budget,
+            device=device,
+            loss=loaded.loss,
+            offload=asked.offload,
+            headroom=asked.headroom,
+            allocator=asked.allocator,
+            **options_of(asked),
+        )
         measures = measures_of(asked)
-        found = largest((), None)
+        found = growth.find()
         gains = [_gain((), found)]
         for allow in (measures[: n + 1] for n in range(len(measures))):
-            found = largest(allow, found.size)
+            found = growth.find(allow, found.size)
             gains.append(_gain(allow, found))
     predicted = found.plan.predicted
     assert predicted is not None

@@ -144,6 +144,8 @@ def _run(asked: Command, screen: Screen) -> int:
         sys.stdout.write(json.dumps(schema_of(document_of(asked.command)), indent=2) + "\n")
         return 0
     name = next(name for name, kind in COMMANDS.items() if kind is type(asked))
+    if isinstance(asked, Demo):  # torch logs once that a profiler does not know the size of earlier tensors
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     module, run = _imported(name)
     if isinstance(asked, Demo) and not asked.json:
         return module.for_readers()

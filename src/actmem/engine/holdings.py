@@ -207,11 +207,8 @@ class Holdings:
     def _adopt(self, args: tuple[Any, ...]) -> None:
         """Replace the copies of leaf tensors that autograd showed its hooks by the tensors themselves.
 
-        The copy has a version counter of its own. The operator that saved the leaf comes next, with the leaf itself; if
-        it is one on a distributed tensor, torch may first infer its shapes, on fake tensors.
+        The copy has a version counter of its own. The operator that saved the leaf comes next, with the leaf itself.
         """
-        if in_fake_mode() is not self._in_fake_mode:
-            return
         waiting, self._provisional = self._provisional, []
         for a in args:
             for t in (a,) if isinstance(a, Tensor) else tensors(a) if isinstance(a, (list, tuple, dict)) else ():

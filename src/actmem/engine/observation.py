@@ -288,29 +288,31 @@ def smallest_cut(rows: Sequence[ObservedOperator], funcs: Sequence[Any]) -> Cut 
     networkx: Any = importlib.import_module("networkx")
     graph: Any = networkx.DiGraph()
     above = _reach(wanted, lambda r: r.parents)
-    source, sink = "source", "sink"
-    for r in rows:
+    # Of several smallest cuts the search takes one by the hashes of the nodes. Numbers have the same in every process.
+    number = {id(r): n for n, r in enumerate(rows)}
+    source, sink = (-1, 0), (-1, 1)
+    for n, r in enumerate(rows):
         if id(r) not in below or id(r) not in above:
             continue
         # A version that is overwritten later would have to be copied, and one without an operator cannot be named.
         fixed = r.overwritten or r.index < 0
-        graph.add_edge((id(r), 0), (id(r), 1), **({} if fixed else {"capacity": r.num_bytes}))
+        graph.add_edge((n, 0), (n, 1), **({} if fixed else {"capacity": r.num_bytes}))
         for parent in r.parents:
             if id(parent) in below:
-                graph.add_edge((id(parent), 1), (id(r), 0))
+                graph.add_edge((number[id(parent)], 1), (n, 0))
     for r in given:
         if id(r) in above:
-            graph.add_edge(source, (id(r), 0))
+            graph.add_edge(source, (number[id(r)], 0))
     for r in wanted:
-        graph.add_edge((id(r), 1), sink)
+        graph.add_edge((number[id(r)], 1), sink)
     try:
         cost, (near, _) = networkx.minimum_cut(graph, source, sink)
     except (networkx.NetworkXUnbounded, networkx.NetworkXError):
         return None
     if cost >= paid:
         return None
-    by_id = {id(r): r for r in rows}
-    cut = [by_id[n[0]] for n in near if n != source and n[1] == 0 and (n[0], 1) not in near]
+    nodes: list[tuple[int, int]] = sorted(near)
+    cut = [rows[n] for n, side in nodes if n >= 0 and side == 0 and (n, 1) not in near]
     forced = _reach([r for r in given if r.why is not Reason.SAVED], lambda r: children.get(id(r), []))
     # Several outputs of one operator are held together or not at all: the tape asks once per operator.
     return Cut(tuple(funcs), {r.index: Reason.CUT if id(r) in forced else Reason.SAVED for r in cut})

@@ -58,6 +58,7 @@ from actmem.torchcompat import (
     alias_in_handler,
     counting_versions,
     divide,
+    in_fake_mode,
     is_traceable_wrapper_subclass,
     is_wrapper,
     never_compile,
@@ -158,8 +159,8 @@ class Tape(Holdings, TorchDispatchMode):
             if operator.view is not True:
                 self._bits = True
             return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
-        if self.paused:
-            if operator.never is _COLLECTIVE:
+        if self.paused or ((types or not operator.plain) and in_fake_mode() is not self._in_fake_mode):
+            if operator.never is _COLLECTIVE:  # it is not one where torch infers the shapes of a distributed tensor
                 self.communicated = True
             return func(*args, **kwargs) if kwargs else func(*args)
         if self._provisional:
@@ -244,13 +245,9 @@ class Tape(Holdings, TorchDispatchMode):
         """Record an operator that reads and writes its first argument: `_record_special`, for a recorded version."""
         written = args[0]
         old = self._lookup(written) if type(written) is Tensor and not written.is_nested else None
-        if (
-            old is None
-            or old.node is None
-            or old.held is not None
-            or old.written_unseen(written)
-            or _default_dtype() is not self._dtype
-        ):
+        is_known = old is not None and old.node is not None and old.held is None and not old.written_unseen(written)
+        if not is_known or _default_dtype() is not self._dtype:
+            del old  # whether anything else can reach it is asked of its reference count
             return self._record_special(operator, args, kwargs or {})
         node = self._node(operator, args, kwargs)
         node.writes = [(0, -1, -1, written.device)]

@@ -12,9 +12,12 @@ allocates is new. What the pass before left for it comes from the pass that is n
 as a parameter, stays. And what is there from the start, but not in the pass before, is a buffer of the microbatch's
 own, to receive what another stage sends: it is new as well, and there from the start.
 
-More turns of backward and forward passes than two do not change the peak, so those are left out of the log. The actions
-of the schedule are those of all turns, so that the time of a step can be told: those that were left out refer to the
-passes of the last turn that was not.
+More turns of backward and forward passes than two change little, so those are left out of the log. The actions of the
+schedule are those of all turns, so that the time of a step can be told: those that were left out refer to the passes of
+the last turn that was not. What the turns change: torch's schedule keeps what it sent last before the first turn in a
+variable until the turns are over. It is the output of the last microbatch but one of those in flight, and from the turn
+in which that one's backward pass runs, nothing else holds it (`with_kept_output`). The last stage keeps the losses of
+all microbatches (`with_more_losses`).
 """
 
 from __future__ import annotations
@@ -25,7 +28,15 @@ from dataclasses import dataclass, replace
 from actmem.log_entries import Entered, Entry, LayerEntry, Left, LiveEntry, PhaseBegan, StorageDied, Unpacked
 from actmem.profiles import Action, Layer, Profile
 
-__all__ = ["MOST_TURNS", "TRACED", "NotPeriodicError", "with_more_in_flight", "with_more_turns"]
+__all__ = [
+    "MOST_TURNS",
+    "TRACED",
+    "NotPeriodicError",
+    "with_kept_output",
+    "with_more_in_flight",
+    "with_more_losses",
+    "with_more_turns",
+]
 
 TRACED = 5
 """How many microbatches are in flight in the profile that is extended."""
@@ -75,6 +86,41 @@ def with_more_in_flight(profile: Profile, num_layers: int, num_more: int) -> Pro
     if num_more < 1:
         return profile
     return _Extension(profile, num_layers, num_more).profile()
+
+
+def with_kept_output(profile: Profile, *, throughout: bool) -> Profile:
+    """Return the profile of a stage of 1F1B in which the schedule keeps an output at the end of the turns.
+
+    Args:
+        profile: the profile of a stage with fewer turns than microbatches in flight.
+        throughout: it does so in all of the last turn; otherwise from its forward pass on.
+    """
+    at = max(n for n, action in enumerate(profile.actions) if action.kind == "forward")
+    before, forward, after = profile.actions[at - 1 : at + 2]
+    return _with_alive(profile, 1, forward.sent_bytes, (before if throughout else forward).begin, after.end)
+
+
+def with_more_losses(profile: Profile, num_more: int) -> Profile:
+    """Return the profile of a last stage with the losses of more microbatches, all of which it keeps."""
+    begins = [action.begin for action in profile.actions if action.kind == "forward"][-2:]
+    live = [next(e.live_bytes for e in profile.log[at:] if isinstance(e, LiveEntry)) for at in begins]
+    return _with_alive(profile, num_more, live[1] - live[0], 0, len(profile.log))
+
+
+def _with_alive(profile: Profile, num_more: int, num_bytes: int, begin: int, end: int) -> Profile:
+    """Return the profile with more storages of so many bytes, from one position of the log to another."""
+    if not num_bytes:
+        return profile
+    log = profile.log
+    first = 1 + max((*profile.storages, *(number for number, _, _ in profile.stock)))
+    new = range(first, first + num_more)
+    events = [(begin, storage, num_bytes) for storage in new] + [(end, storage, 0) for storage in new]
+    return replace(
+        profile,
+        log=(*log[:begin], *(entry.shifted(num_more * num_bytes) for entry in log[begin:end]), *log[end:]),
+        memory=tuple(sorted((*profile.memory, *events), key=lambda event: event[0])),
+        storages={**profile.storages, **dict.fromkeys(new, num_bytes)},
+    )
 
 
 def with_more_turns(actions: Sequence[Action], stage: int, microbatches: int) -> tuple[Action, ...]:

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from actmem.expert_loads import ExpertCounts, Routing
 from actmem.layout import Layout
-from actmem.parallelism.flight_copies import MOST_TURNS, TRACED, NotPeriodicError, with_more_in_flight, with_more_turns
+from actmem.parallelism.flight_copies import (
+    MOST_TURNS,
+    TRACED,
+    NotPeriodicError,
+    with_kept_output,
+    with_more_in_flight,
+    with_more_losses,
+    with_more_turns,
+)
 from actmem.parallelism.layout_profile import profile_layout
 from actmem.parallelism.model_parts import find_parts
 from actmem.parallelism.rank_job import Batch
@@ -118,7 +126,8 @@ def _in_flight(
     routing = options["routing"]
     by_layer = isinstance(routing, ExpertCounts) and len(routing.table) > 1
     num = min(layout.microbatches, layout.pp - pp)
-    turns = min(layout.microbatches - num, MOST_TURNS)
+    all_turns = layout.microbatches - num
+    turns = min(all_turns, MOST_TURNS if num != MOST_TURNS + 1 else num)
     for traced in (min(num, TRACED), num):
         cut, layers = _cut(model, layout, pp, traced)
         key = cut if by_layer else replace(cut, begin=0), layers, turns, offset
@@ -134,6 +143,10 @@ def _in_flight(
             longer = with_more_in_flight(seen, cut.num_layers, num - traced)
         except NotPeriodicError:
             continue
+        if turns < num - 1 <= all_turns:
+            longer = with_kept_output(longer, throughout=all_turns >= num)
+        if pp == layout.pp - 1 and turns < all_turns:
+            longer = with_more_losses(longer, all_turns - turns)
         tokens_bytes = example["input_ids"].nbytes if isinstance(example, dict) else 0
         found = _with_buffers(longer, seen, traced + turns, layout.microbatches, tokens_bytes)
         assert seen.place is not None

@@ -1,9 +1,8 @@
-"""From a budget to a plan: profile, solve, write down, check."""
+"""From a budget to a plan: what is asked, and how the step is profiled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -11,39 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from actmem.allocator import AllocatorSettings
-from actmem.collector import uncollected
-from actmem.decisions import Decision
 from actmem.devices import Device
-from actmem.errors import BudgetError, ModeError
-from actmem.plan import FitRecord, Plan
-from actmem.planner.allowed_measures import Variant, best_variant, check_asked, stepping_profiles, with_copies
-from actmem.planner.budget_allowance import Allowance, allowance
-from actmem.planner.budget_refusal import refusal
-from actmem.planner.card_fit import check_allocator, fit_card
+from actmem.errors import ModeError
+from actmem.plan import Plan
+from actmem.planner.allowed_measures import Variant, check_asked
+from actmem.planner.budget_allowance import allowance
+from actmem.planner.card_fit import check_allocator
 from actmem.planner.compiled_fit import check_compiled, compilation, fit_ladder, make_ladder
-from actmem.planner.named_modes import named_keeps, named_steps
-from actmem.planner.solver import TIME_LIMIT, Keeps, Link, Solution, solve
-from actmem.planner.written_plan import write_plan
+from actmem.planner.fit_request import FitRequest
+from actmem.planner.solver import TIME_LIMIT
 from actmem.profiles import Profile
 from actmem.profiling import OptimizerLike, called_as, check_step, for_card, profiles
-from actmem.settings import STORES, Compiled, Offload, OptimizerState, Split, StepInBackward
+from actmem.settings import Compiled, Offload, OptimizerState, Split, StepInBackward
 from actmem.simulation import (
-    Simulated,
-    cost_seconds,
-    decisions,
     dtypes_of,
-    follow,
-    is_accelerator,
-    on_card,
-    peak_words,
     resolved,
-    simulate,
-    step_seconds,
 )
 from actmem.splitting import split_for_now
 from actmem.structure import check_module, find_blocks
 
-__all__ = ["fit", "fit_profile", "fit_profiles", "refusal"]
+__all__ = ["fit", "requested"]
 
 
 def fit(
@@ -142,6 +128,70 @@ def fit(
     >>> print(*plan.predicted.calls[0])
     input float32 [256, 64]
     """
+    return _request(
+        model,
+        example,
+        budget=budget,
+        step=step,
+        loss=loss,
+        device=device,
+        offload=offload,
+        optimizer=optimizer,
+        optimizer_dtype=optimizer_dtype,
+        microbatches=microbatches,
+        shard=shard,
+        examples=examples,
+        headroom=headroom,
+        blocks=blocks,
+        scope=scope,
+        routing=routing,
+        fake=fake,
+        time_limit=time_limit,
+        compiled=compiled,
+        allocator=allocator,
+        split=split,
+        step_in_backward=step_in_backward,
+        optimizer_state=optimizer_state,
+        allow=allow,
+    ).plan(allow)
+
+
+def requested(model: nn.Module | Profile, example: dict[str, Any] | tuple[Any, ...], **options: Any) -> FitRequest:
+    """Return what `fit` would be asked with these arguments, for several plans of one step."""
+    return _request(model, example, **{**(fit.__kwdefaults__ or {}), **options})
+
+
+def _request(
+    model: nn.Module | Profile,
+    example: dict[str, Any] | tuple[Any, ...] | None,
+    *,
+    budget: str | int | float,
+    step: Callable[[], object] | None,
+    loss: Callable[[Any], Tensor] | None,
+    device: Device | str | None,
+    offload: str | Offload | None,
+    optimizer: OptimizerLike,
+    optimizer_dtype: torch.dtype | None,
+    microbatches: int,
+    shard: int,
+    examples: Sequence[dict[str, Any] | tuple[Any, ...]],
+    headroom: float | None,
+    blocks: str | Sequence[str] | None,
+    scope: Sequence[str] | None,
+    routing: str,
+    fake: bool,
+    time_limit: float,
+    compiled: bool | Compiled | None,
+    allocator: str | AllocatorSettings,
+    split: Split | None,
+    step_in_backward: StepInBackward | None,
+    optimizer_state: OptimizerState | None,
+    allow: Sequence[str],
+) -> FitRequest:
+    """Check what `fit` was asked, and return it. Nothing is profiled yet.
+
+    Arguments and errors are those of `fit`.
+    """
     more: dict[str, Any] = {"time_limit": time_limit, "allocator": allocator}
     if isinstance(model, Profile):
         if (
@@ -156,7 +206,7 @@ def fit(
         known = resolved(device, dtypes_of(model))
         asked = Variant(None, step_in_backward, optimizer_state, offload)
         check_asked(asked, allow, is_compiled=False)
-        return fit_allowed([model], allowance(budget, known, headroom), known, asked, allow, **more)
+        return FitRequest(lambda _: [model], allowance(budget, known, headroom), known, asked, fixed=True, **more)
     check_module(model)
     batches = [*examples] if example is None else [example, *examples]
     if step is not None and examples:
@@ -206,338 +256,9 @@ def fit(
                 shard=shard,
             )
 
-    if how is not None:
+    def compiled_plan() -> Plan:
+        assert how is not None
         ladder = make_ladder(model, found_blocks, batches[0], loss, how, profiled(None)[0], known, fake=fake)
         return fit_ladder(ladder, allowed.budget_bytes, known, how, headroom=allowed.headroom, fake=fake)
-    return fit_allowed(profiled, allowed, known, asked, allow, **more)
 
-
-def fit_allowed(
-    profiled: Sequence[Profile] | Callable[[Split | None], Sequence[Profile]],
-    allowed: Allowance,
-    known: Device,
-    asked: Variant,
-    allow: Sequence[str],
-    **more: Any,
-) -> Plan:
-    """Find the plan with what it may use beyond decisions about blocks. See NOTE [ Allowed measures ].
-
-    Args:
-        profiled: the profiles, or what makes them for a split.
-        allowed: the budget.
-        known: the device.
-        asked: what the plan is to use.
-        allow: what it may use.
-        more: what else `fit_profiles` takes.
-    """
-
-    def planned(variant: Variant) -> Plan:
-        found = profiled(variant.split) if callable(profiled) else profiled
-        chosen = stepping_profiles(found, variant)
-        plan = fit_profiles(chosen, allowed, known, offload=variant.offload, **more)
-        return variant.written(with_copies(plan, found[0], variant, known))
-
-    return best_variant(planned, asked, allow, known)[0]
-
-
-def fit_profiles(
-    profiles: Sequence[Profile],
-    allowed: Allowance,
-    known: Device,
-    *,
-    offload: str | Offload | None = None,
-    time_limit: float = TIME_LIMIT,
-    allocator: str | AllocatorSettings = "",
-) -> Plan:
-    """Find the plan for existing profiles, as `fit_profile` does, and describe its peak in words."""
-    settings = check_allocator(allocator, known)
-    options: dict[str, Any] = {"offload": offload, "headroom": allowed.headroom, "time_limit": time_limit}
-    if known.has_caching_allocator:
-        profiles = [on_card(p, known) for p in profiles]
-        found = profiles
-        kept: dict[int, list[Keeps]] = {}
-
-        def named(p: Profile) -> list[Keeps]:
-            """Follow the named modes once for all targets."""
-            return kept[id(p)] if id(p) in kept else kept.setdefault(id(p), named_keeps(p))
-
-        def within(target_bytes: int) -> Plan:
-            beyond_bytes = allowed.budget_bytes - target_bytes
-            return fit_profile(found, target_bytes, known, beyond_bytes=beyond_bytes, named=named, **options)
-
-        plan = fit_card(within, profiles, allowed.budget_bytes, known, settings)
-    else:
-        plan = fit_profile(profiles, allowed.budget_bytes, known, **options)
-    predicted = plan.predicted
-    assert predicted is not None
-    chief = next(p for p in profiles if p.shapes == predicted.shapes)
-    words = peak_words(chief, plan, accelerator=is_accelerator(known))
-    return replace(plan, predicted=replace(predicted, peak_words=words))
-
-
-@uncollected()
-def fit_profile(
-    profiles: Sequence[Profile],
-    budget_bytes: int,
-    known: Device,
-    *,
-    offload: str | Offload | None = None,
-    headroom: float = 0.0,
-    beyond_bytes: int = 0,
-    time_limit: float = TIME_LIMIT,
-    named: Callable[[Profile], Sequence[Keeps]] = named_keeps,
-) -> Plan:
-    """Find the plan for existing profiles: the one with the highest plain peak decides.
-
-    Args:
-        profiles: one for each batch that the plan is to hold for.
-        budget_bytes: the most bytes that may be alive.
-        known: whose speed to take, by its roofline; for this machine, what a real profile measured.
-        offload: where values may be sent.
-        headroom: what was taken off the budget, to be recorded.
-        beyond_bytes: how much more the budget is, for what is not a tensor; a refusal names it.
-        time_limit: seconds after which the solver is stopped.
-        named: returns what `named_keeps` does, perhaps from an earlier budget.
-    """
-    chief = profiles[0]
-    if len(profiles) > 1:
-        chief = max(profiles, key=lambda p: simulate(p, _everything(p), exact=True).peak_bytes)
-    seconds = cost_seconds(chief, known)
-    whole = step_seconds(chief, seconds)
-    least_bytes = 2 * _largest_value_bytes(chief)
-    where = _offload(offload, known, max(2**21, budget_bytes // 32, least_bytes))
-    link = None if where is None else _link(where, known, least_bytes)
-
-    def best(target_bytes: int, candidates: Sequence[Keeps]) -> Solution:
-        return solve(
-            chief,
-            seconds,
-            target_bytes,
-            step_seconds=whole,
-            offload=link,
-            candidates=candidates,
-            time_limit=time_limit,
-        )
-
-    few = len(chief.layers) <= _FEW_LAYERS
-    # On a CPU the Python numbers that autograd holds are in the same memory: at most so many bytes.
-    limit_bytes = budget_bytes - (0 if is_accelerator(known) else max(p.numbers_bytes for p in profiles))
-    target_bytes = limit_bytes
-    while True:
-        solution = best(target_bytes, named(chief) if few else ())
-        if not few and (not solution.feasible or solution.gap > _NEAR):
-            modes = named(chief)
-            if not solution.feasible or any(_is_faster(chief, k, seconds, target_bytes, solution) for k in modes):
-                again = best(target_bytes, modes)
-                solution = replace(again, time_limit_hit=again.time_limit_hit or solution.time_limit_hit)
-        solution = _same_each_time(chief, solution, seconds, whole, target_bytes)
-        if not solution.feasible:
-            by_names = named_steps(chief)
-            by_name = _by_name(chief, by_names, seconds, whole, limit_bytes, budget_bytes)
-            if by_name is not None:
-                plan, found, solution = by_name
-                break
-            raise refusal(
-                chief,
-                solution,
-                by_names,
-                budget_bytes,
-                offloaded=where is not None,
-                headroom=headroom,
-                beyond_bytes=beyond_bytes,
-                known=known,
-            )
-        plan, found = write_plan(chief, solution.keeps, target_bytes, f"fit(budget={budget_bytes})", where)
-        if found.peak_bytes <= limit_bytes:
-            break
-        # The solver treats layers as independent. Copies that one makes for another come on top: leave room for them.
-        target_bytes -= found.peak_bytes - limit_bytes
-    _check_peaks(plan, [p for p in profiles if p is not chief], chief, limit_bytes)
-    return replace(plan, predicted=_predicted(chief, solution, found, budget_bytes, known, whole, headroom))
-
-
-def _by_name(
-    chief: Profile,
-    named: Sequence[tuple[Plan, Simulated]],
-    seconds: Sequence[float],
-    whole: float,
-    limit_bytes: int,
-    budget_bytes: int,
-) -> tuple[Plan, Simulated, Solution] | None:
-    """Return the fastest named mode that fits, for a budget below the peak of every exact plan. Nothing bounds it."""
-    fitting: list[tuple[float, Plan, Simulated]] = []
-    for plan, found in named:
-        if found.peak_bytes <= limit_bytes:
-            fitting.append((sum(seconds[cost] for cost in _replayed(chief, found)), plan, found))
-    if not fitting:
-        return None
-    replayed, plan, found = min(fitting, key=lambda tried: tried[0])
-    solution = Solution(
-        feasible=True,
-        keeps=decisions(chief, plan),
-        peak_bytes=found.peak_bytes,
-        replay_seconds=replayed,
-        stall_seconds=0.0,
-        replayed_flops=sum(chief.costs[cost].flops for cost in _replayed(chief, found)),
-        sent_bytes=0,
-        bound_seconds=0.0,
-        gap=replayed / whole if whole else 0.0,
-        solver_seconds=0.0,
-    )
-    return replace(plan, mode=f"fit(budget={budget_bytes})"), found, solution
-
-
-def _is_faster(p: Profile, keeps: Keeps, seconds: Sequence[float], budget_bytes: int, solution: Solution) -> bool:
-    """Return whether decisions fit the budget and take less time than a solution."""
-    found = simulate(p, keeps, exact=True)
-    again = sum(seconds[cost] for cost in _replayed(p, found))
-    return found.peak_bytes <= budget_bytes and again < solution.replay_seconds + solution.stall_seconds
-
-
-def _replayed(p: Profile, found: Simulated) -> list[int]:
-    """Return the costs of the calls that are run again."""
-    return [p.layers[n].calls[c].cost for n, calls in enumerate(found.replayed) for c in calls]
-
-
-_FEW_LAYERS = 48
-"""Up to this many layers the named modes are tried first; with more, only where the solver leaves a gap."""
-_NEAR = 5e-4
-_MOST_TRIED = 4
-"""Of how many calls of a block the decisions are tried for all of them."""
-
-
-def _everything(p: Profile) -> Keeps:
-    return [[Decision.SAVE] * len(layer.calls) for layer in p.layers]
-
-
-def _offload(offload: str | Offload | None, known: Device, in_flight_bytes: int) -> Offload | None:
-    """Return where values go. What two blocks send depends on the plan, so a plan for a budget has a fixed number."""
-    if offload is None:
-        return None
-    if isinstance(offload, Offload):
-        return offload if offload.in_flight_bytes is not None else replace(offload, in_flight_bytes=in_flight_bytes)
-    if offload not in STORES:
-        raise ModeError(f"offload = {offload!r} is not known. Permitted: 'host', 'disk', an Offload, or None.")
-    if not STORES[offload].frees_host_memory and not is_accelerator(known):
-        raise ModeError(
-            "offload = 'host' does nothing on a CPU: its tensors are in host memory already. Write offload='disk'."
-        )
-    return Offload(to=offload, min_bytes=0, in_flight_bytes=in_flight_bytes)
-
-
-def _link(offload: Offload, known: Device, least_bytes: int) -> Link:
-    """Return the link, with what may be in flight on the device."""
-    rate = known.offload_rate(offload.to)
-    assert offload.in_flight_bytes is not None
-    return Link(rate, rate, max(offload.in_flight_bytes, least_bytes))
-
-
-def _largest_value_bytes(p: Profile) -> int:
-    kinds = {layer.kind: layer for layer in p.layers}.values()
-    return max((v.num_bytes for layer in kinds for v in layer.values if v.call >= 0), default=0)
-
-
-def _same_each_time(
-    p: Profile, solution: Solution, seconds: Sequence[float], whole: float, budget_bytes: int
-) -> Solution:
-    """Give a block that is called more than once in a step the same decisions each time, as rules do.
-
-    The candidates are what the solution decides for each of the calls, or for some of them if there are many, and what
-    it saves in all of them. The fastest that fits is taken. A block that does not run the same operators each time is
-    saved or recomputed as a whole. The bound stays: it holds for plans that may decide differently each time, and so
-    for these.
-    """
-    groups: dict[str, list[int]] = {}
-    for n, layer in enumerate(p.layers):
-        groups.setdefault(layer.path, []).append(n)
-    most = max((len(group) for group in groups.values()), default=1)
-    if not solution.feasible or most == 1:
-        return solution
-    best: Solution | None = None
-    known: set[str] = set()
-    for nth in (-1, *sorted({n * (most - 1) // (_MOST_TRIED - 1) for n in range(_MOST_TRIED)})):
-        keeps: Keeps = [[]] * len(p.layers)
-        for group in groups.values():
-            each = [solution.keeps[n] for n in group]
-            if len({tuple(call.op for call in p.layers[n].calls) for n in group}) > 1:
-                kept = nth >= 0 and all(Decision.RECOMPUTE not in keep for keep in each)
-                whole_block = Decision.SAVE if kept else Decision.RECOMPUTE
-                each = [[whole_block] * len(keep) for keep in each]
-            elif nth < 0:
-                together = zip(*each, strict=True)
-                each = [[k[0] if Decision.RECOMPUTE not in k else Decision.RECOMPUTE for k in together]] * len(group)
-            else:
-                each = [each[min(nth, len(each) - 1)]] * len(group)
-            for n, keep in zip(group, each, strict=True):
-                keeps[n] = list(keep)
-        if (text := repr(keeps)) in known:
-            continue
-        known.add(text)
-        found = simulate(p, keeps, exact=True)
-        replayed = sum(seconds[cost] for cost in _replayed(p, found))
-        tried = replace(
-            solution,
-            feasible=found.peak_bytes <= budget_bytes,
-            keeps=keeps,
-            peak_bytes=found.peak_bytes,
-            replay_seconds=replayed,
-            replayed_flops=sum(p.costs[cost].flops for cost in _replayed(p, found)),
-            sent_bytes=found.sent_bytes,
-            gap=(replayed + solution.stall_seconds - solution.bound_seconds) / whole if whole else 0.0,
-            least_peak_bytes=None,
-        )
-        if best is None or _rank(tried) < _rank(best):
-            best = tried
-    assert best is not None
-    return best
-
-
-def _rank(s: Solution) -> tuple[bool, float]:
-    return not s.feasible, s.replay_seconds if s.feasible else float(s.peak_bytes)
-
-
-def _predicted(
-    p: Profile,
-    s: Solution,
-    found: Simulated,
-    budget_bytes: int,
-    known: Device,
-    whole: float,
-    headroom: float,
-) -> FitRecord:
-    layer = found.peak_layer
-    where = f" in {p.layers[layer].path or 'the model itself'}" if layer >= 0 else ""
-    extra = s.replay_seconds + s.stall_seconds
-    return FitRecord(
-        peak_bytes=found.peak_bytes,
-        budget_bytes=budget_bytes,
-        step_time_ratio=1 + extra / whole if whole else 1.0,
-        replayed_flops=s.replayed_flops,
-        bound=1 + s.bound_seconds / whole if whole else 1.0,
-        gap=s.gap,
-        device=known.name,
-        optimizer=p.optimizer,
-        shapes=p.shapes,
-        calls=p.calls,
-        is_step=p.is_step,
-        peak_at=f"{found.peak_op}{where}",
-        headroom=headroom,
-        microbatches=p.microbatches,
-        shard=p.shard,
-        routing=p.routing,
-        experts="" if p.expert_loads is None else str(p.expert_loads),
-        modules=p.modules,
-        time_limit_hit=s.time_limit_hit,
-    )
-
-
-def _check_peaks(plan: Plan, others: Sequence[Profile], chief: Profile, budget_bytes: int) -> None:
-    """Make sure that the other batches fit too."""
-    for p in others:
-        peak = follow(p, plan).peak_bytes
-        if peak > budget_bytes:
-            raise BudgetError(
-                f"the plan that fits {', '.join(map(str, chief.shapes))} takes {peak} bytes for "
-                f"{', '.join(map(str, p.shapes))}, more than the {budget_bytes} allowed. "
-                "Plan for each by itself: actmem.fit(model, batch, budget=...)."
-            )
+    return FitRequest(profiled, allowed, known, asked, compiled=None if how is None else compiled_plan, **more)

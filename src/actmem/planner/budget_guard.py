@@ -1,8 +1,11 @@
 """Refuse a batch, or a model that has changed, if it would break the budget, before the first block runs.
 
 NOTE [ What the guard compares ]
-A plan for an example is checked against each batch that the model is called with: one that is at most as large passes,
-and a larger one is profiled, and passes if its predicted peak does. A plan for a step of the user's own loop was made
+A plan for examples is checked against each batch that the model is called with: one that is at most as large as one of
+them passes, and any other is profiled, and passes if its predicted peak does; from then on, what is not larger than it
+passes too. The sizes of a batch are those of its tensors, and those of the documents in it, where it is packed: see
+NOTE [ Packed batches ]. So batches that are packed differently pass without a prediction, unless none that fitted so
+far had as long a document, as many of them and as many tokens. A plan for a step of the user's own loop was made
 from all calls of the model in that step. A call passes if one of those was as large in every tensor. Any other is
 refused: the step that it belongs to is in progress, and cannot be profiled from within. How often the model is called
 in a step is not seen, nor is a step that calls only parts of the model.
@@ -20,7 +23,15 @@ from torch import Tensor, nn
 from actmem.errors import ActmemError, BudgetError, ModeError
 from actmem.modes import OPTIMIZERS
 from actmem.plan import Plan
-from actmem.profiling import OptimizerLike, argument_names, for_card, named_arguments, profile, shapes_of
+from actmem.profiling import (
+    OptimizerLike,
+    argument_names,
+    documents_of,
+    for_card,
+    named_arguments,
+    profile,
+    shapes_of,
+)
 from actmem.shapes import TensorShape
 from actmem.simulation import follow, with_stepping
 from actmem.structure import Condition, condition, condition_digest, difference
@@ -28,6 +39,8 @@ from actmem.torchcompat import FakeTensor
 from actmem.units import size
 
 __all__ = ["Guard", "differences", "is_covered"]
+
+_MOST_ACCEPTED = 1024
 
 
 class Guard:
@@ -47,6 +60,8 @@ class Guard:
         self._is_other = self._predicted.modules not in ("", condition_digest(model))
         """The model differs from the one that was planned for: other modules, or other parameters trained."""
         self._accepted: set[Any] = set()
+        self._fitting: list[tuple[Condition | None, tuple[TensorShape, ...]]] = []
+        """Batches that were predicted to fit, and the model as it was then: what is not larger fits too."""
         self._resting = False
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -60,27 +75,33 @@ class Guard:
         names = argument_names(model)
         batch = named_arguments(names, args, kwargs)
         shapes = shapes_of(batch)
+        if not self._predicted.is_step and not self._predicted.compiled:
+            shapes = (*shapes, *documents_of(batch))
         now = condition(model)
         if (shapes, now) in self._accepted:
             return
         if self._predicted.is_step:
             self._check_call(shapes, now)
-            self._accepted.add((shapes, now))
+            self._accept(shapes, now)
             return
         planned = [replace(s, name=_named(s.name, names)) for s in self._predicted.shapes]
         changed = self._change(now)
         if self._predicted.compiled:
             self._check_sizes(shapes, planned, changed)
-            self._accepted.add((shapes, now))
+            self._accept(shapes, now)
             return
-        if not changed and is_covered(shapes, planned):
-            self._accepted.add((shapes, now))
+        others = [[replace(s, name=_named(s.name, names)) for s in each] for each in self._predicted.examples]
+        fitting = [each for when, each in self._fitting if when == now]
+        if any(is_covered(shapes, each) for each in ([] if changed else [planned, *others]) + fitting):
+            self._accept(shapes, now)
             return
         budget = self._predicted.budget_bytes
         try:
             peak = self._peak(model, args if not kwargs else batch, opaque=bool(kwargs) and len(args) > len(names))
             if peak <= budget:
-                self._accepted.add((shapes, now))
+                self._accept(shapes, now)
+                self._fitting = [(when, each) for when, each in self._fitting if not is_covered(each, shapes)]
+                self._fitting.append((now, shapes))
                 return
             would = f"its predicted peak is {size(peak)}"
         except (ActmemError, RuntimeError) as error:
@@ -98,6 +119,12 @@ class Guard:
         raise BudgetError(
             f"the plan was made for another batch, and here {said}. With a budget of {size(budget)}, {would}. {repair}"
         )
+
+    def _accept(self, shapes: tuple[TensorShape, ...], now: Condition | None) -> None:
+        """Remember a batch, so that the next one like it is not looked at. Packed ones may all differ."""
+        if len(self._accepted) >= _MOST_ACCEPTED:
+            self._accepted.clear()
+        self._accepted.add((shapes, now))
 
     def _check_sizes(self, found: Sequence[TensorShape], planned: Sequence[TensorShape], changed: str) -> None:
         """Refuse a batch of other sizes: it has another graph."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from actmem.devices import Device
 from actmem.errors import BudgetError
@@ -15,7 +16,11 @@ from actmem.profiles import Profile
 from actmem.simulation import Simulated, decisions, groups_of, is_accelerator, lowering, outside_torch, simulate
 from actmem.units import size
 
-__all__ = ["refusal"]
+__all__ = ["Words", "refusal"]
+
+Words = Literal["all", "measured", "none"]
+"""What a refusal says: what would help, too; that, except for measures, whose effect the caller predicts; or nothing
+but the smallest peak, for callers that only want to know whether a plan fits."""
 
 
 def refusal(
@@ -28,9 +33,13 @@ def refusal(
     headroom: float,
     beyond_bytes: int,
     known: Device,
+    words: Words = "all",
 ) -> BudgetError:
     """Return the error for a budget that cannot be met."""
     accelerator = is_accelerator(known)
+    if words == "none":
+        peak = min((s.peak_bytes, *(found.peak_bytes for _, found in named)))
+        return BudgetError(f"no plan fits {size(budget_bytes)}. The smallest peak is {size(peak)}.")
     keeps, exact, simulated = s.keeps, True, simulate(p, s.keeps, exact=True, timeline=True)
     for plan, found in named:
         if found.peak_bytes < simulated.peak_bytes:
@@ -56,7 +65,16 @@ def refusal(
         lines[0] += f" No plan of these blocks can be below {size(s.least_peak_bytes)}."
     if s.time_limit_hit:
         lines.append("The search was stopped by time_limit: a longer one may find a smaller peak.")
-    helps = lowering(p, keeps, simulated, exact=exact, offloaded=offloaded, accelerator=accelerator, shards=())
+    helps = lowering(
+        p,
+        keeps,
+        simulated,
+        exact=exact,
+        offloaded=offloaded,
+        accelerator=accelerator,
+        shards=(),
+        measures=words == "all",
+    )
     lines += [f"What would help: {text}" for text in helps]
     lines += enough_ranks(p, keeps, budget_bytes, known, exact=exact)
     enough = math.ceil((peak + beyond_bytes) / (1 - headroom) / 2**20) * 2**20
@@ -70,4 +88,5 @@ def refusal(
         )
     error = BudgetError("\n".join(lines))
     error.smallest_bytes = peak
+    error.smallest_decisions = keeps if exact else None
     return error

@@ -57,6 +57,8 @@ def fit_card(
     budget_bytes: int,
     known: Device,
     settings: AllocatorSettings,
+    *,
+    words: bool = True,
 ) -> Plan:
     """Find the plan for a card: what torch reserves there, and what lies outside torch, is within the budget.
 
@@ -71,6 +73,7 @@ def fit_card(
         budget_bytes: what the process may take of the card.
         known: the card.
         settings: of its caching allocator.
+        words: whether a refusal says what would help, which takes further searches.
     """
     outside_bytes = max(outside_torch(known, groups_of(p)) for p in profiles)
     limit_bytes = budget_bytes - outside_bytes
@@ -85,19 +88,18 @@ def fit_card(
     try:
         plan, reserved_bytes = card.fitting(target_bytes)
     except BudgetError as error:
-        if not card.judged or settings.expandable_segments:
+        if not card.judged or settings.expandable_segments or not words:
             raise  # the tensors alone do not fit, however they are laid out; or nothing lays them out better
         better = replace(settings, expandable_segments=True)
         try:
             replace(card, settings=better, judged=[]).fitting(target_bytes)
         except BudgetError:
             raise error from None
-        better_error = BudgetError(
-            f"{error}\nWhat would help: expandable segments, in which less memory is unusable. With them a plan fits: "
+        helps = (
+            "What would help: expandable segments, in which less memory is unusable. With them a plan fits: "
             f"allocator={better.text!r} here, and PYTORCH_CUDA_ALLOC_CONF={better.text} when it trains."
         )
-        better_error.smallest_bytes = error.smallest_bytes
-        raise better_error from None
+        raise error.with_lines([helps]) from None
     assert plan.predicted is not None
     first = card.judged[0].predicted
     bound = plan.predicted.bound if first is None else first.bound

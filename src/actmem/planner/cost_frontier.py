@@ -9,8 +9,8 @@ from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
 from actmem.modes import Full, Mode, SaveEverything, Selective, every_second
 from actmem.plan import Plan
-from actmem.planner.budget_fit import fit_profile
 from actmem.planner.named_modes import named_keeps
+from actmem.planner.profile_fit import fit_profile
 from actmem.planner.solver import smallest_peak
 from actmem.profiles import Profile
 from actmem.settings import Offload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,8 @@ from actmem.devices import Device
 from actmem.errors import BudgetError, ModeError
 from actmem.job_plan import JobPlan, JobRecord, RankPlan
 from actmem.plan import Plan
-from actmem.planner.budget_fit import Allowance, allowance, fit_profiles
+from actmem.planner.budget_allowance import Allowance, allowance
+from actmem.planner.profile_fit import fit_profiles, with_rules_of
 from actmem.planner.solver import TIME_LIMIT
 from actmem.profiles import Place, Profile, with_collectives
 from actmem.profiling import profile_rank
@@ -118,6 +119,10 @@ def fit_job(
         for stages, group in sorted(groups.items())
     }
     timed = _Timed(profiles, [plans[p.stages] for p in profiles], known)
+    for alike in _alike(plans, groups, known):
+        other = _Timed(profiles, [alike[p.stages] for p in profiles], known)
+        if other.step_seconds < timed.step_seconds:
+            plans, timed = alike, other
     parts = tuple(
         RankPlan(
             ranks=tuple(sorted(_place(p).rank for p in groups[stages])),
@@ -221,6 +226,25 @@ def _fitted(group: Sequence[Profile], allowed: Allowance, known: Device, **setti
         if first.stages:
             where += f", with stage {' and '.join(map(str, first.stages))} of the pipeline"
         raise BudgetError(f"on {where}, {error}") from error
+
+
+def _alike(
+    plans: dict[tuple[int, ...], Plan], groups: dict[tuple[int, ...], list[Profile]], known: Device
+) -> Iterator[dict[tuple[int, ...], Plan]]:
+    """Yield the plans under which all ranks follow the rules of one of them, where these fit all.
+
+    A rank's plan is the fastest for the rank. Where it has several stages, others may still wait for the one that
+    recomputes more, and less so if every rank recomputes in the same places. On a card fragmentation would have to be
+    judged again: those plans are not tried.
+    """
+    if known.has_caching_allocator or all(len(stages) < 2 for stages in plans):
+        return
+    for plan in plans.values():
+        if plan.offload is None:
+            alike = {stages: with_rules_of(plan, own, groups[stages], known) for stages, own in plans.items()}
+            found = {stages: each for stages, each in alike.items() if each is not None}
+            if len(found) == len(plans):
+                yield found
 
 
 def _profiled(

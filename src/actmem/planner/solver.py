@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from actmem.decisions import Decision
 from actmem.planner.search import Search
@@ -13,10 +14,19 @@ from actmem.planner.work import Work
 from actmem.profiles import Profile
 from actmem.simulation import Link
 
-__all__ = ["TIME_LIMIT", "Keeps", "Link", "Solution", "really_kept", "smallest_peak", "solve"]
+__all__ = ["TIME_LIMIT", "Followed", "Keeps", "Link", "Solution", "really_kept", "smallest_peak", "solve"]
 
 Keeps = list[list[Decision]]
 """For each layer, the decision for each of its calls. To be followed to the letter."""
+
+
+class Followed(NamedTuple):
+    """What decisions lead to, for each layer. As `simulate` finds it."""
+
+    replayed: tuple[tuple[int, ...], ...]
+    """The calls that are run again."""
+    held: tuple[tuple[int, ...], ...]
+    """The values that are held when the forward of the layer is over."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,8 @@ class Solution:
     gap: float
     """How much of a step's time a better plan could save at most, as a fraction."""
     solver_seconds: float
+    followed: Followed | None = None
+    """What is replayed and held; None if it is not known."""
     least_peak_bytes: int | None = None
     """If it does not fit: lower bound on the peak of any plan."""
     time_limit_hit: bool = False
@@ -93,6 +105,7 @@ def solve(
         bound_seconds=bound,
         gap=(replayed + stalled - bound) / step_seconds if feasible else 0.0,
         solver_seconds=work.seconds_spent,
+        followed=Followed(tuple(e.replayed for e in best), tuple(e.held for e in best)),
         least_peak_bytes=None if feasible else search.least_peak_bytes,
         time_limit_hit=work.was_stopped,
     )

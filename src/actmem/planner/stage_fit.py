@@ -9,7 +9,7 @@ from actmem.devices import Device
 from actmem.parallelism import StageProfile
 from actmem.plan import Plan
 from actmem.planner.budget_allowance import Allowance
-from actmem.planner.budget_fit import fit_profiles
+from actmem.planner.profile_fit import fit_profiles
 from actmem.settings import Offload
 
 __all__ = ["StagePlan", "fit_stages"]

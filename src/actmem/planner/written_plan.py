@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from actmem.decisions import Decision
 from actmem.plan import Plan
 from actmem.planner.rules_writer import ANY, loosened, write_rules
-from actmem.planner.solver import Keeps
+from actmem.planner.solver import Followed, Keeps
 from actmem.profiles import Profile
 from actmem.settings import Offload
 from actmem.simulation import Simulated, decisions, follow, simulate
@@ -16,12 +16,28 @@ __all__ = ["write_plan"]
 
 
 def write_plan(
-    profile: Profile, keeps: Keeps, target_bytes: int, mode: str, where: Offload | None
+    profile: Profile,
+    keeps: Keeps,
+    target_bytes: int,
+    mode: str,
+    where: Offload | None,
+    followed: Followed | None = None,
 ) -> tuple[Plan, Simulated]:
-    """Write decisions as rules, few if that changes nothing; return the plan and the step that follows it."""
-    simulated = simulate(profile, keeps, exact=True)
+    """Write decisions as rules, few if that changes nothing; return the plan and the step that follows it.
+
+    Args:
+        profile: the profile.
+        keeps: the decisions.
+        target_bytes: what the plan is to fit.
+        mode: what the plan says of its origin.
+        where: where values may be offloaded to.
+        followed: what the decisions lead to, if that is known.
+    """
+    if followed is None:
+        simulated = simulate(profile, keeps, exact=True)
+        followed = Followed(simulated.replayed, simulated.held)
     written: list[tuple[Plan, Simulated]] = []
-    for wanted in (loosened(profile, keeps, simulated.replayed, simulated.held), keeps):
+    for wanted in (loosened(profile, keeps, followed.replayed, followed.held), keeps):
         plan = Plan(
             write_rules(profile, wanted),
             profile.blocks,
@@ -37,7 +53,7 @@ def write_plan(
         found = follow(profile, plan, keeps=said)
         written.append((plan, found))
         # What nothing depends on may matter after all where operators write to each other's results.
-        if found.peak_bytes <= target_bytes and found.replayed == simulated.replayed:
+        if found.peak_bytes <= target_bytes and found.replayed == followed.replayed:
             break
     if not written:
         raise AssertionError(

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from actmem.profiling.fake_model import fake_part
     from actmem.profiling.kernel_workspaces import KernelWorkspaces
     from actmem.profiling.optimizer_state import OptimizerLike
+    from actmem.profiling.packed_batches import documents_of
     from actmem.profiling.rank_profile import profile_rank
     from actmem.profiling.restored_state import Restored, generator_states, inputs_of
     from actmem.profiling.shards import STEP, sharded
@@ -29,6 +30,7 @@ __all__ = [
     "called_as",
     "card_autocast",
     "check_step",
+    "documents_of",
     "fake_part",
     "for_card",
     "generator_states",
@@ -52,6 +54,7 @@ __getattr__, __dir__ = on_first_use(
         "actmem.profiling.fake_model": "fake_part",
         "actmem.profiling.kernel_workspaces": "KernelWorkspaces",
         "actmem.profiling.optimizer_state": "OptimizerLike",
+        "actmem.profiling.packed_batches": "documents_of",
         "actmem.profiling.rank_profile": "profile_rank",
         "actmem.profiling.restored_state": "Restored generator_states inputs_of",
         "actmem.profiling.shards": "STEP sharded",

@@ -18,7 +18,7 @@ import contextlib
 from collections.abc import Callable, Generator, Hashable, Iterable
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
@@ -431,8 +431,20 @@ class Chronicle(TorchDispatchMode):
     def _note_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in tensors_in((args, kwargs)):
             self.ledger.read(tensor)
-            if tensor.requires_grad and tensor.is_leaf:
+            if tensor.requires_grad and _is_leaf(tensor):
                 self._read.update(id(storage) for storage in storages_of(tensor))
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    """Return whether a tensor has no history.
+
+    To answer for a view whose base was overwritten, torch makes the view's step first. Below autograd, where operators
+    are seen, it may be unable to, and raises; such a view has a history.
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 def _calling_seconds() -> float:
@@ -492,18 +504,21 @@ def changes(log: list[Entry]) -> Changes:
     Changes(log=[StorageDied(storage=3)], memory=[(0, 0, 8), (1, 0, 0)], accumulated=[])
     """
     found = Changes([], [], [])
-    live = 0
-    for entry in log:
-        at = len(found.log)
-        if isinstance(entry, Allocated):
-            found.memory.append((at, entry.storage, entry.num_bytes))
-        elif isinstance(entry, Freed):
-            found.memory.append((at, entry.storage, 0))
-        elif isinstance(entry, Accumulated):
-            found.accumulated.append((at, entry.live_bytes - live, entry))
+    left, memory = found.log, found.memory
+    latest: LiveEntry | None = None
+    for entry in cast("list[Any]", log):  # a large model has a hundred thousand
+        kind: Any = type(entry)  # pyright: ignore[reportUnknownVariableType]
+        if kind is Allocated:
+            memory.append((len(left), entry.storage, entry.num_bytes))
+        elif kind is Freed:
+            memory.append((len(left), entry.storage, 0))
+        elif kind is Accumulated:
+            live = 0 if latest is None else latest.live_bytes
+            found.accumulated.append((len(left), entry.live_bytes - live, entry))
         else:
-            live = entry.live_bytes if isinstance(entry, LiveEntry) else live
-            found.log.append(entry)
+            if isinstance(entry, LiveEntry):
+                latest = entry
+            left.append(entry)
     return found
 
 

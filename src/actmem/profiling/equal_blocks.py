@@ -362,7 +362,7 @@ class _Gap:
                     names[storage] = match
         done = list(part.moved(self._layer, names, live_bytes, sizes))
         done += [e for e in self._entries if isinstance(e, StorageDied)]
-        begun = {e.storage for e in done if isinstance(e, Allocated)}
+        begun = {names[s] for s in part.allocated}
         left = [names[s] for s in part.left_for_later]
         for entry in made:
             if entry.storage in begun:
@@ -398,7 +398,7 @@ class _Part:
             raise _NotAlikeError
         (begin, opened), (end, closed) = opening, closing
         self._layer = layer
-        self._entries = log[begin + 1 : end]
+        self._entries = cast("list[Any]", log[begin + 1 : end])
         if any(isinstance(e, LayerEntry) and e.layer != layer for e in self._entries):
             raise _NotAlikeError
         if first is BackwardBegan:  # nothing of this layer may be needed elsewhere
@@ -408,7 +408,7 @@ class _Part:
         self._live_bytes = opened.live_bytes
         self.added_bytes = closed.live_bytes - opened.live_bytes
         """How many more bytes are alive when it is over."""
-        allocated = {e.storage: None for e in self._entries if isinstance(e, Allocated)}
+        self.allocated = allocated = {e.storage: None for e in self._entries if isinstance(e, Allocated)}
         freed = [e.storage for e in self._entries if isinstance(e, Freed)]
         later = {e.storage for e in log[end:] if isinstance(e, Freed)}
         self.freed_from_outside = [s for s in freed if s not in allocated]
@@ -425,26 +425,28 @@ class _Part:
             sizes: bytes of the numbered storages; those of the new ones are added.
         """
         shift = live_bytes - self._live_bytes
-        for entry in self._entries:
-            if isinstance(entry, OpRan):
-                yield entry.shifted(shift)
-            elif isinstance(entry, StorageDied):
-                yield StorageDied(names.get(entry.storage, entry.storage))
-            elif isinstance(entry, Allocated):
+        for entry in self._entries:  # this runs for each entry of each skipped layer
+            kind: Any = type(entry)  # pyright: ignore[reportUnknownVariableType]
+            if kind is OpRan:
+                yield OpRan(entry.cost, entry.live_bytes + shift, entry.workspace_bytes)
+            elif kind is Allocated:
                 if entry.storage not in names:
                     names[entry.storage] = number = len(sizes)
                     sizes[number] = entry.num_bytes
                 yield Allocated(names[entry.storage], entry.num_bytes)
-            elif isinstance(entry, Freed):
+            elif kind is Freed:
                 if entry.storage in names:
                     yield Freed(names[entry.storage])
-            elif isinstance(entry, Accumulated):
+            elif kind is StorageDied:
+                died: int = entry.storage
+                yield StorageDied(names.get(died, died))
+            elif kind is Accumulated:
                 if entry.layer == self._layer:  # what the block shares with others is complete once
-                    storage = names.get(entry.storage, entry.storage)
-                    yield Accumulated(layer, entry.name, storage, entry.live_bytes + shift)
+                    summed: int = entry.storage
+                    yield Accumulated(layer, entry.name, names.get(summed, summed), entry.live_bytes + shift)
             elif isinstance(entry, LayerEntry):
                 yield entry.moved(layer, shift)
-            elif not isinstance(entry, (BackwardBegan, BackwardEnded)):
+            elif kind is not BackwardBegan and kind is not BackwardEnded:
                 yield entry.shifted(shift)
 
 
@@ -455,7 +457,7 @@ def _renamed(layer: Layer, s: Skipped, sizes: dict[int, int]) -> tuple[Layer, di
         if value.kind == "made" and value.storage not in names:
             names[value.storage] = number = len(sizes)
             sizes[number] = sizes[value.storage]
-    values = tuple(replace(v, storage=names[v.storage]) if v.storage in names else v for v in layer.values)
+    values = tuple(v.on_storage(names[v.storage]) if v.storage in names else v for v in layer.values)
     calls = tuple(
         replace(c, writes=tuple(replace(w, storage=names.get(w.storage, w.storage)) for w in c.writes))
         if c.writes

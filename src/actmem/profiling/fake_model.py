@@ -32,6 +32,7 @@ from actmem.profiling.complaints import as_plain, for_real
 from actmem.profiling.layouts import LAYOUTS
 from actmem.profiling.router_choice import EXCHANGES, RouterChoice
 from actmem.splitting import carry_split
+from actmem.structure import buffers_of, parameters_of
 from actmem.torchcompat import (
     FakeTensor,
     TorchDispatchMode,
@@ -60,14 +61,15 @@ def fake_copy(
     """
     refuse_recurrent(model)
     memo: dict[int, Any] = {}
-    left_out = {id(t) for _, other in same for t in (*other.parameters(), *other.buffers())}
-    left_out -= {id(t) for first, _ in same for t in (*first.parameters(), *first.buffers())}
-    for p in model.parameters():
+    others, firsts = ({id(pair[n]): pair[n] for pair in same}.values() for n in (1, 0))
+    left_out = {id(t) for m in others for t in (*parameters_of(m), *buffers_of(m))}
+    left_out -= {id(t) for m in firsts for t in (*parameters_of(m), *buffers_of(m))}
+    for p in parameters_of(model):
         if id(p) not in left_out:
             memo[id(p)] = nn.Parameter(_fake(p, mode, device), requires_grad=p.requires_grad)
         if p.grad is not None:
             memo[id(p.grad)] = None
-    for b in model.buffers():
+    for b in buffers_of(model):
         if id(b) not in left_out:
             memo[id(b)] = _fake(b, mode, device)
     for first, other in same:

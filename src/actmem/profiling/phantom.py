@@ -191,11 +191,7 @@ class Recorded(Observation):
     def _meet(self, value: TapeValue, tensor: Tensor, kind: str, call: int, shown: Tensor) -> None:
         storage = tensor.untyped_storage()
         number = self._chronicle.ledger.number(storage)
-        leaf = ""
-        if kind != "made":
-            origin = _origin(tensor)
-            if isinstance(origin, nn.Parameter) or (origin.requires_grad and origin.is_leaf):
-                leaf = "parameter" if isinstance(origin, nn.Parameter) else "leaf"
+        leaf = _leaf(tensor) if kind != "made" else ""
         value.row = _Mark(len(self._met))
         self._met.append(
             _Met(value, number, storage.nbytes(), kind, call, self._witness(shown), leaf, value.coverage is not None)
@@ -289,6 +285,18 @@ class Recorded(Observation):
 def _origin(tensor: Tensor) -> Tensor:
     base = tensor._base  # pyright: ignore[reportPrivateUsage]
     return tensor if base is None else base
+
+
+def _leaf(tensor: Tensor) -> str:
+    """Return "parameter" or "leaf" if a tensor shows what the graph accumulates a gradient for, and so keeps; else "".
+
+    The local tensor of a DTensor that was made of an activation requires a gradient and has no history itself; the
+    activation, whose view it is, has one.
+    """
+    origin = _origin(tensor)
+    if isinstance(origin, nn.Parameter):
+        return "parameter"
+    return "leaf" if origin.requires_grad and origin.is_leaf else ""
 
 
 def _argument(ref: tuple[Any, ...], args: Any, kwargs: Any) -> Tensor:
@@ -430,7 +438,7 @@ class PhantomTape(Tape):
         self._chronicle.note(Packed(self._recorded.layer, index))
         if not tensor.requires_grad:
             self._recent.append(handle)
-        if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
+        if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf and _leaf(tensor)):
             handle.leaf = tensor
         elif not isinstance(tensor, FakeTensor):
             handle.copy = self._copied_aside(tensor)

@@ -29,7 +29,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from actmem.torchcompat import FakeTensor, named_modules, without_dispatch_modes
+from actmem.structure import named_modules
+from actmem.torchcompat import FakeTensor, without_dispatch_modes
 
 __all__ = ["PLAIN", "Reads", "noted"]
 
@@ -38,6 +39,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torc
 
 _MISSING = object()
 _STATE = ("_parameters", "_buffers")
+_STORES = (*_STATE, "_modules")
 _EVERYTHING = "__dict__"
 _FORWARD = (0, "forward")
 _CODE = (
@@ -67,6 +69,8 @@ class Reads:
         """Module and name -> what was there when it was read. The forward of the block itself is read by its caller."""
         self._after: dict[tuple[int, str], Any] = {}
         self._changed: frozenset[tuple[int, str]] = frozenset()
+        self._fixed: dict[tuple[int, str], Any] = {}
+        """Of these, what cannot change itself, only be replaced: plain values, and modules of the block."""
         self._first: nn.Module | None = None
         """The block of the model itself that was compared last, and its modules: many are compared with it."""
         self._modules_of_first: list[nn.Module] = []
@@ -83,6 +87,10 @@ class Reads:
     def close(self) -> None:
         """Note what the attributes hold when the block has ended."""
         self._after = self._now()
+        for at, name in self._after:
+            found = _lookup(self._modules[at], name)[0]
+            if isinstance(found, PLAIN) or id(found) in self.index:
+                self._fixed[at, name] = found
         self._changed = frozenset(place for place, seen in self._after.items() if self._before[place] != seen)
 
     @property
@@ -91,8 +99,16 @@ class Reads:
         return bool(self._changed)
 
     def _now(self) -> dict[tuple[int, str], Any]:
-        image = _Image(self.index)
-        return {place: image.of_place(self._modules, place) for place in self._before if place != _FORWARD}
+        """Return what the attributes hold. Where the same thing is that was there, its image is the one from then."""
+        image, modules, fixed, after = _Image(self.index), self._modules, self._fixed, self._after
+        now: dict[tuple[int, str], Any] = {}
+        for place in self._before:
+            if place == _FORWARD:
+                continue
+            found, is_state = _lookup(modules[place[0]], place[1])
+            same = place in fixed and fixed[place] is found
+            now[place] = after[place] if same else image.of(found, is_state=is_state)
+        return now
 
     def hold_for(self, first: nn.Module, other: nn.Module) -> bool:
         """Return whether `other` holds what `first` does wherever this block read, and nothing of it has changed since.
@@ -164,12 +180,12 @@ def _modules(block: nn.Module) -> list[nn.Module]:
 
 def _lookup(module: nn.Module, name: str) -> tuple[Any, bool]:
     """Return what is stored under a name, and whether it is a parameter or a buffer. No code of the module is run."""
-    held = _held(module)
-    if name == _EVERYTHING:
-        return {k: v for k, v in held.items() if k not in (*_STATE, "_modules")}, False
+    held = object.__getattribute__(module, _EVERYTHING)
     if name in held:
         return held[name], False
-    for store in (*_STATE, "_modules"):
+    if name == _EVERYTHING:
+        return {k: v for k, v in held.items() if k not in _STORES}, False
+    for store in _STORES:
         if name in held.get(store, ()):
             return held[store][name], store in _STATE
     for kind in type(module).__mro__:
@@ -185,11 +201,6 @@ class _Image:
         self._places = places
         """The modules of the block, by number."""
         self._seen: dict[int, Any] = {}
-
-    def of_place(self, modules: list[nn.Module], place: tuple[int, str]) -> Any:
-        """Return the image of an attribute."""
-        found, is_state = _lookup(modules[place[0]], place[1])
-        return self.of(found, is_state=is_state)
 
     def of(self, thing: Any, depth: int = 0, *, is_state: bool = False) -> Any:
         """Return the image of a thing."""

@@ -23,8 +23,7 @@ from actmem.profiling.examples import loss_of
 from actmem.profiling.phantom import Recorded, record
 from actmem.profiling.pipeline_actions import actions_in
 from actmem.profiling.reads import Reads, noted
-from actmem.structure import Block, find_roles, layer_type
-from actmem.torchcompat import named_modules
+from actmem.structure import Block, buffers_of, find_roles, layer_type, named_modules, parameters_of
 
 __all__ = ["Session"]
 
@@ -131,7 +130,7 @@ class Session:
                 value.backward()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
                 self._chronicle.note(PhaseBegan("end", self._chronicle.live_bytes))
                 del out, value
-            inside = {id(p) for block in self._found for p in block.module.parameters()}
+            inside = {id(p) for m in {id(b.module): b.module for b in self._found}.values() for p in parameters_of(m)}
             self.unused = frozenset(
                 name
                 for name, p in self._model.named_parameters()
@@ -232,9 +231,11 @@ class Session:
 
     def _uncopied_bytes(self) -> int:
         """Return the bytes of the original that the copy does not have, because equal blocks share a module."""
-        whole, copied = (sum(t.nbytes for t in (*m.parameters(), *m.buffers())) for m in (self._original, self._model))
+        whole, copied = (
+            sum(t.nbytes for t in (*parameters_of(m), *buffers_of(m))) for m in (self._original, self._model)
+        )
         if self._accumulates:
-            whole += sum(p.nbytes for p in self._original.parameters() if p.requires_grad)
+            whole += sum(p.nbytes for p in parameters_of(self._original) if p.requires_grad)
             copied += sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
         return whole - copied
 
@@ -371,11 +372,15 @@ class Session:
         layers = expanded[1]
         for s in self._skipped:
             layers[s.layer] = replace(layers[s.layer], path=self._blocks[s.layer].path)
-        skipped = [p for s in self._skipped for p in self._blocks[s.layer].module.parameters() if p.requires_grad]
+        trained = {
+            id(m): sum(p.nbytes for p in parameters_of(m) if p.requires_grad)
+            for m in {id(b.module): b.module for b in self._blocks}.values()
+        }
+        skipped_bytes = sum(trained[id(self._blocks[s.layer].module)] for s in self._skipped)
         shared = len(self._queues) < len(self._found)
-        gradients = self._gradients + (sum(p.nbytes for p in skipped) if shared or not self._accumulates else 0)
-        parameters = sum(p.nbytes for p in self._original.parameters())
-        buffers = sum(b.nbytes for b in self._original.buffers())
+        gradients = self._gradients + (skipped_bytes if shared or not self._accumulates else 0)
+        parameters = sum(p.nbytes for p in parameters_of(self._original))
+        buffers = sum(b.nbytes for b in buffers_of(self._original))
         base = parameters + buffers + (gradients if self._accumulates else 0)
         if self._stock:
             parameters, buffers = self._stock.get("parameters", 0), self._stock.get("buffers", 0)
@@ -409,12 +414,12 @@ class Session:
             return (*self._base, *external)
         model = self._original
         found: list[tuple[int, int, str]] = []
-        kinds = (("parameters", model.parameters()), ("buffers", model.buffers()))
+        kinds = (("parameters", parameters_of(model)), ("buffers", buffers_of(model)))
         for role, tensors_there in kinds:
             for tensor in tensors_there:
                 found.append((len(sizes) + len(found), tensor.nbytes, role))
         if self._accumulates:
-            trained = [p for p in model.parameters() if p.requires_grad]
+            trained = [p for p in parameters_of(model) if p.requires_grad]
             found += [(len(sizes) + len(found) + n, p.nbytes, "gradients") for n, p in enumerate(trained)]
         sizes |= {number: num_bytes for number, num_bytes, _ in found}
         return (*found, *external)

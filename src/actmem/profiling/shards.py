@@ -11,9 +11,10 @@ take: the predicted peak lies above the observed one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any, cast
 
 from actmem.log_entries import Dropped, Entry, OpRan, PhaseBegan, Unpacked
 from actmem.profiles import Cost, Profile
@@ -32,7 +33,7 @@ def with_optimizer(profile: Profile, optimizer: OptimizerTrial) -> Profile:
     30
     """
     state_bytes = optimizer.state_bytes
-    log = [entry.shifted(state_bytes) for entry in profile.log]
+    log = _shifted(profile.log, state_bytes)
     costs = profile.costs
     if optimizer.name != "none" and log:
         end = next(e for e in reversed(log) if isinstance(e, PhaseBegan) and e.name == "end")
@@ -63,7 +64,7 @@ def without_gradients(profile: Profile, num_bytes: int) -> Profile:
         profile,
         base_bytes=profile.base_bytes - num_bytes,
         gradients_bytes=profile.gradients_bytes - num_bytes,
-        log=tuple(entry.shifted(-num_bytes) for entry in profile.log),
+        log=tuple(_shifted(profile.log, -num_bytes)),
     )
 
 
@@ -82,9 +83,21 @@ def sharded(profile: Profile, num_ranks: int) -> Profile:
     here = there = 0
     for begin, end in pairwise(sorted({*now, *before, len(profile.log)})):
         here, there = now.get(begin, here), before.get(begin, there)
-        log += [entry.shifted(here - there) for entry in profile.log[begin:end]]
+        log += _shifted(profile.log[begin:end], here - there)
     base_bytes = profile.base_bytes + _static(profile, num_ranks) - _static(profile, profile.shard)
     return replace(profile, shard=num_ranks, base_bytes=base_bytes, log=tuple(log))
+
+
+def _shifted(log: Sequence[Any], num_bytes: int) -> list[Entry]:
+    """Return entries with so many more bytes alive. For most of them `shifted` is written out: there are many."""
+    if not num_bytes:
+        return list(log)
+    return [
+        OpRan(entry.cost, entry.live_bytes + num_bytes, entry.workspace_bytes)
+        if type(entry) is OpRan
+        else entry.shifted(num_bytes)
+        for entry in log
+    ]
 
 
 def _static(profile: Profile, num_ranks: int) -> int:
@@ -106,9 +119,15 @@ def _sharding(profile: Profile, num_ranks: int) -> Iterator[tuple[int, int]]:
     outside = profile.parameters_bytes - in_blocks
     static = _static(profile, num_ranks)
     gathered = outside + 2 * largest
-    last = {e.layer: at for at, e in enumerate(profile.log) if isinstance(e, (Unpacked, Dropped))}
+    last: dict[int, int] = {}
+    phases: dict[int, str] = {}
+    for at, entry in enumerate(cast("Sequence[Any]", profile.log)):  # a large model has a hundred thousand
+        kind: Any = type(entry)  # pyright: ignore[reportUnknownVariableType]
+        if kind is Unpacked or kind is Dropped:
+            last[entry.layer] = at
+        elif kind is PhaseBegan:
+            phases[at] = entry.name
     done = {at + 1: profile.layers[layer].gradients_bytes for layer, at in last.items()}
-    phases = {at: entry.name for at, entry in enumerate(profile.log) if isinstance(entry, PhaseBegan)}
     scattered, phase = 0, ""
     for at in sorted({0, *done, *phases}):
         phase = phases.get(at, phase)

@@ -23,16 +23,25 @@ from actmem.profiles import Profile
 from actmem.profiling.autocast_lists import for_card, profiled_autocast
 from actmem.profiling.complaints import called_as, quiet, told
 from actmem.profiling.equal_blocks import identity
-from actmem.profiling.examples import shapes_of
+from actmem.profiling.examples import argument_names, named_arguments, shapes_of
 from actmem.profiling.fake_model import Assuming, fake_batch, fake_copy
 from actmem.profiling.loops import profile_loop
 from actmem.profiling.optimizer_state import OptimizerLike, optimizer_of
+from actmem.profiling.packed_batches import documents_of
 from actmem.profiling.restored_state import Restored
 from actmem.profiling.session import Session
 from actmem.profiling.shards import sharded, with_optimizer, without_gradients
 from actmem.settings import Split, check_split
 from actmem.splitting import split_for_now
-from actmem.structure import Block, check_module, condition_digest, find_blocks, fingerprint
+from actmem.structure import (
+    Block,
+    check_module,
+    condition_digest,
+    find_blocks,
+    fingerprint,
+    named_parameters,
+    parameters_of,
+)
 from actmem.torchcompat import FakeTensorMode
 
 __all__ = ["check_step", "profile", "profiles"]
@@ -166,7 +175,7 @@ def profiles(
     with profiled_autocast(device):
         seen = [_seen(model, found, device, example, loss, routing, microbatches, fake=fake) for example in examples]
     unused = frozenset[str].intersection(*(its for _, its in seen))
-    named = dict(model.named_parameters())
+    named = dict(named_parameters(model))
     absent = sum(p.nbytes for name, p in named.items() if name in unused)
     found_optimizer = optimizer_of(
         optimizer, named, unused, dtype=optimizer_dtype, together=device.type not in ("cpu", "meta")
@@ -196,7 +205,7 @@ def _check(
         )
     _check_count("microbatches", microbatches)
     _check_count("shard", shard)
-    if any(hasattr(p, "device_mesh") for p in model.parameters()):
+    if any(hasattr(p, "device_mesh") for p in parameters_of(model)):
         raise ModeError(
             "the model is already sharded (its parameters are DTensors), and an example does not say what the other "
             "ranks do. Profile a step of one rank, without the others: actmem.profile_rank(build, world=N), where "
@@ -250,7 +259,9 @@ def _seen(
 ) -> tuple[Profile, frozenset[str]]:
     """Run one step. Return what was observed, without an optimizer, and the parameters that got no gradient."""
     facts = _facts(model, found, fake=fake)
-    facts |= {"shapes": shapes_of(example), "routing": "real", "microbatches": microbatches}
+    is_named = hasattr(example, "items")
+    named = dict(example.items()) if is_named else named_arguments(argument_names(model), tuple(example), {})
+    facts |= {"shapes": (*shapes_of(example), *documents_of(named)), "routing": "real", "microbatches": microbatches}
     if not fake:
         least_seconds: dict[Hashable, float] = {}
         first, second = (

@@ -61,8 +61,8 @@ class Flight:
     def __init__(self, room: Room, window: Window[Sent], order: Sequence[int]) -> None:
         self._room, self._window = room, window
         self._known: dict[int, Sent] = {}
-        self._sent: dict[int, Sent] = {}
-        """What was sent in this step and is still held, by index."""
+        self._sent: dict[int, Sent | None] = {}
+        """What was sent in this step, by index; None if nobody holds it any more."""
         self._next = _next_of(order)
         self.order: list[int] = []
         """What was fetched since the last first send, in that order."""
@@ -131,6 +131,7 @@ class Flight:
         self._next = _next_of(self.order)
         self.order.clear()
         self._window.begin_step()
+        self._sent = {index: sent for index, sent in self._sent.items() if sent is not None}
         if not self._sent:
             self._count = 0
 
@@ -138,10 +139,10 @@ class Flight:
         """Prefetch what is needed next, as the offloader does."""
         for _ in range(len(self._sent)):
             index = self._next.get(index, index - 1)
-            coming = self._sent.get(index)
-            if coming is None:
+            if index not in self._sent:
                 return
-            if coming.was_fetched or coming.is_ahead or coming in self._window:
+            coming = self._sent[index]
+            if coming is None or coming.was_fetched or coming.is_ahead or coming in self._window:
                 continue
             if not self._window.has_room(coming.num_bytes):
                 return
@@ -151,7 +152,7 @@ class Flight:
     def _drop(self, sent: Sent) -> None:
         sent.num_holders -= 1
         if not sent.num_holders:
-            del self._sent[sent.index]
+            self._sent[sent.index] = None
 
     def _keep(self, sent: Sent) -> None:
         if sent.storage >= 0:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -158,32 +158,40 @@ class Timeline:
         tops: list[int] = []
         asked: list[int] = []
         entries: list[int] = []
-        known: dict[Event, Event] = {}  # one object for equal events of all layers
+        known: dict[tuple[Any, int], Event] = {}  # one object for equal events of all layers
         self._death: dict[int, int] = {}
         top = -1
-        for at, entry in enumerate(self.profile.log):
-            if isinstance(entry, OpRan):
-                top = max(top, entry.live_bytes + entry.workspace_bytes)
+        log = cast("Sequence[Any]", self.profile.log)
+        for at, entry in enumerate(log):  # a large model has a hundred thousand entries
+            kind: Any = type(entry)  # pyright: ignore[reportUnknownVariableType]
+            if kind is OpRan:
+                its = entry.live_bytes + entry.workspace_bytes
+                top = max(top, its)
                 continue
-            if isinstance(entry, StorageDied):
+            if kind is StorageDied:
                 layers = having.get(entry.storage)
                 if layers is None:
                     continue
                 self._death[entry.storage] = len(entries)
                 for nth in layers:
                     owned[nth].append(len(entries))
-                    event = Event(StorageDied, self._first_value[nth][entry.storage])
-                    events[nth].append(known.setdefault(event, event))
-            elif isinstance(entry, (LayerEntry, Left)):
-                owned[entry.layer].append(len(entries))
-                event = Event(type(entry), 0 if isinstance(entry, Left) else entry.index)
-                events[entry.layer].append(known.setdefault(event, event))
+                    key = StorageDied, self._first_value[nth][entry.storage]
+                    if key not in known:
+                        known[key] = Event(*key)
+                    events[nth].append(known[key])
+            elif kind is Left or issubclass(kind, LayerEntry):
+                layer: int = entry.layer
+                owned[layer].append(len(entries))
+                key = kind, 0 if kind is Left else entry.index
+                if key not in known:
+                    known[key] = Event(*key)
+                events[layer].append(known[key])
             else:
                 continue
             tops.append(top)
             entries.append(at)
-            asked.append(entry.live_bytes if isinstance(entry, Unpacked) else NEVER)
-            top = entry.live_bytes + entry.workspace_bytes if isinstance(entry, CallRan) else NEVER
+            asked.append(entry.live_bytes if kind is Unpacked else NEVER)
+            top = entry.live_bytes + entry.workspace_bytes if kind is CallRan else NEVER
         self.base_peak_bytes, *live = [*tops, top]
         """The peak before the first event."""
         self.live: Ints = np.array(live, dtype=np.int64)

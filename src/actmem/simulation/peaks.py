@@ -34,6 +34,7 @@ def peak_words(
     walked: tuple[Moments, Simulated] | None = None,
     *,
     accelerator: bool = True,
+    used: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Describe where the peak of a step under a plan is, what it consists of, and what would lower it: a sentence each.
 
@@ -42,6 +43,7 @@ def peak_words(
         plan: a plan for the same model.
         walked: what `walk` returned for the two, if it was called.
         accelerator: whether the step runs on one, so that host memory is separate.
+        used: the measures that the plan uses, or was allowed to use.
 
     >>> from actmem.decision_rules import Rule
     >>> peak_words(Profile(), Plan([Rule("save")], [], "", "SaveEverything()"))
@@ -60,12 +62,17 @@ def peak_words(
     ]
     if found["saved"] and (held := _largest_held(profile, moments, simulated)):
         said.append(f"Most of the saved activations: {', '.join(held)}.")
+    rest = _without_loss(profile, simulated.timeline)
+    if _is_less(rest, simulated.peak_bytes):
+        allow = "" if plan.split is not None or "split" in used else ": allow split"
+        spike = size(simulated.peak_bytes - rest)
+        said.append(f"It is one spike of the loss, {spike} above the rest of the step{allow}.")
     offloaded = plan.offload is not None
     keeps = decisions(profile, plan)
     helps = lowering(profile, keeps, simulated, exact=plan.exact, offloaded=offloaded, accelerator=accelerator)
     full = replace(plan, rules=Full().rules(), mode="Full()", offload=None, exact=False, predicted=None)
     everything = follow(profile, full).peak_bytes
-    if everything < simulated.peak_bytes and size(everything) != size(simulated.peak_bytes):
+    if _is_less(everything, simulated.peak_bytes):
         helps.insert(0, f"recomputing every block: {size(everything)}.")
     if helps:
         said.append(f"What would lower it: {'; '.join(text.rstrip('.') for text in helps)}.")
@@ -126,6 +133,7 @@ def lowering(
     offloaded: bool,
     accelerator: bool,
     shards: Sequence[int] = (2, 8),
+    measures: bool = True,
 ) -> list[str]:
     """List what would lower the peak of a step, and to how much.
 
@@ -137,6 +145,7 @@ def lowering(
         offloaded: whether offloading is permitted already.
         accelerator: whether it is for a device with memory of its own.
         shards: numbers of ranks to try.
+        measures: whether to name a loss in chunks and offloading.
     """
     found: list[str] = []
     peak = simulated.peak_bytes
@@ -146,32 +155,37 @@ def lowering(
     in_step = not (ground.in_optimizer[highest] if p.is_step else simulated.peak_op == STEP)
     static = p.base_bytes - p.starting_gradients_bytes + p.gradients_bytes // p.shard
     half = max(static, _halved(ground, simulated.timeline))
-    if in_step and half < peak and size(half) != size(peak):
+    if in_step and _is_less(half, peak):
         found.append(
             f"half the batch or half the sequence: about {size(half)}, as parameters, optimizer state and gradients "
             f"take {size(static)} whatever the batch."
         )
     rest = _without_loss(p, simulated.timeline)
-    if in_step and rest < peak and size(rest) != size(peak):
+    if measures and in_step and _is_less(rest, peak):
         found.append(
             "logits and loss that are computed in chunks, or in more of them (split=actmem.Split(loss=16), or "
             "allow=['split'] for actmem.fit, if the head is a linear layer): "
             f"at best {size(rest)}, the peak of all else."
         )
-    if not offloaded and in_step:
+    if measures and not offloaded and in_step:
         moved = [[Decision.OFFLOAD if k is Decision.SAVE else k for k in keep] for keep in keeps]
         away = simulate(p, moved, exact=exact)
-        if away.peak_bytes < peak and size(away.peak_bytes) != size(peak):
+        if _is_less(away.peak_bytes, peak):
             where = "offload='host' or 'disk'" if accelerator else "offload='disk'"
             found.append(f"{where}: {size(away.peak_bytes)}.")
     for num_ranks in shards:
         if p.shard == 1 and not p.is_step:
             one = simulate(sharded(p, num_ranks), keeps, exact=exact).peak_bytes
-            if one < peak and size(one) != size(peak):
+            if _is_less(one, peak):
                 found.append(f"sharding over {num_ranks} ranks, shard={num_ranks}: {size(one)} on each.")
     if p.optimizer_bytes and p.shard == 1:
         found.append(f"an optimizer without state: {size(peak - p.optimizer_bytes)}.")
     return found
+
+
+def _is_less(num_bytes: int, than_bytes: int) -> bool:
+    """Return whether it is less, and is written differently."""
+    return num_bytes < than_bytes and size(num_bytes) != size(than_bytes)
 
 
 def _halved(ground: Program, timeline: tuple[tuple[int, int], ...]) -> int:

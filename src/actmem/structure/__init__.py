@@ -10,7 +10,15 @@ Nothing here changes a model, runs it, or knows about decisions or tapes.
 """
 
 from actmem.structure.blocks import Block, check_module, find_blocks
-from actmem.structure.identity import find_head, fingerprint, plain_path
+from actmem.structure.identity import (
+    buffers_of,
+    find_head,
+    fingerprint,
+    named_modules,
+    named_parameters,
+    parameters_of,
+    plain_path,
+)
 from actmem.structure.model_condition import Condition, condition, condition_digest, difference
 from actmem.structure.targets import ROLES, find_roles, layer_type, roles
 
@@ -18,6 +26,7 @@ __all__ = [
     "ROLES",
     "Block",
     "Condition",
+    "buffers_of",
     "check_module",
     "condition",
     "condition_digest",
@@ -27,6 +36,9 @@ __all__ = [
     "find_roles",
     "fingerprint",
     "layer_type",
+    "named_modules",
+    "named_parameters",
+    "parameters_of",
     "plain_path",
     "roles",
 ]

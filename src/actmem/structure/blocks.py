@@ -49,7 +49,7 @@ from torch.nn.parameter import is_lazy
 
 from actmem.errors import ModeError, StructureError
 from actmem.ops import did_you_mean
-from actmem.structure.identity import Named, kind_of, named_modules, plain_path, unwrapped
+from actmem.structure.identity import Named, kind_of, named_modules, parameters_of, plain_path, unwrapped
 from actmem.structure.targets import roles
 
 _NUMBERED = re.compile(r"^(.*?)\d+$")
@@ -80,14 +80,14 @@ def find_stacks(model: nn.Module) -> list[Stack]:
     order = {path: position for position, (path, _) in enumerate(named_modules(model, repeats=True))}
     found = list(_walk(model, "", set(), set()))
     # A layer that an attribute also refers to is met there first, and so is a stack inside it.
-    inside = {id(part) for stack in found for _, member in stack.members for part in list(member.modules())[1:]}
+    inside = {id(part) for stack in found for _, member in stack.members for _, part in named_modules(member)[1:]}
     outermost = [stack for stack in found if not any(id(member) in inside for _, member in stack.members)]
     return sorted(outermost, key=lambda stack: order[stack.members[0][0]])
 
 
 def num_parameters(module: nn.Module) -> int:
     """Count the parameters of a module; a parameter without a shape yet counts as one."""
-    return sum(1 if is_lazy(parameter) else parameter.numel() for parameter in module.parameters())
+    return sum(1 if is_lazy(parameter) else parameter.numel() for parameter in parameters_of(module))
 
 
 def is_never_called(module: nn.Module) -> bool:
@@ -116,7 +116,7 @@ def _walk(module: nn.Module, path: str, visited: set[int], taken: set[int]) -> I
         stack = _stack_of(module, path, row, taken)
         if stack is not None:
             yield stack
-            taken.update(id(part) for _, member in stack.members for part in member.modules())
+            taken.update(id(part) for _, member in stack.members for _, part in named_modules(member))
     for name, child in module.named_children():
         yield from _walk(child, join(path, name), visited, taken)
 

@@ -6,7 +6,7 @@ wrappers are looked through: a plan that was made for a plain model fits the sam
 
 import hashlib
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -35,9 +35,60 @@ class Placed(Protocol):
 
 
 def named_modules(module: nn.Module, *, repeats: bool = False) -> list[Named]:
-    """Return a module and all below it with their paths, each once, or at every path with `repeats`."""
-    # torch leaves this method untyped.
-    return list(module.named_modules(remove_duplicate=not repeats))  # pyright: ignore[reportUnknownArgumentType]
+    """Return a module and all below it with their paths, each once, or at every path with `repeats`.
+
+    As `module.named_modules()` does, which passes each module on through a generator for each level above it.
+    """
+    found: list[Named] = []
+    seen: set[int] = set()
+    waiting: list[Named] = [("", module)]
+    while waiting:
+        path, current = waiting.pop()
+        if type(current).named_modules is not nn.Module.named_modules:
+            # torch leaves this method untyped.
+            return list(module.named_modules(remove_duplicate=not repeats))  # pyright: ignore[reportUnknownArgumentType]
+        if id(current) in seen:
+            continue
+        if not repeats:
+            seen.add(id(current))
+        found.append((path, current))
+        prefix = path and f"{path}."
+        children: dict[str, nn.Module | None] = vars(current)["_modules"]
+        waiting += [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]
+    return found
+
+
+def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return `module.named_parameters()` as a list, as `named_modules` finds the modules."""
+    if type(module).named_parameters is not nn.Module.named_parameters:
+        return list(module.named_parameters())
+    return _named(module, "_parameters")
+
+
+def parameters_of(module: nn.Module) -> list[nn.Parameter]:
+    """Return `module.parameters()` as a list, as `named_modules` finds the modules."""
+    if type(module).parameters is not nn.Module.parameters:
+        return list(module.parameters())
+    return [parameter for _, parameter in named_parameters(module)]
+
+
+def buffers_of(module: nn.Module) -> list[Tensor]:
+    """Return `module.buffers()` as a list, as `named_modules` finds the modules."""
+    kind = type(module)
+    if kind.buffers is not nn.Module.buffers or kind.named_buffers is not nn.Module.named_buffers:
+        return list(module.buffers())
+    return [buffer for _, buffer in _named(module, "_buffers")]
+
+
+def _named(module: nn.Module, store: str) -> list[tuple[str, Any]]:
+    """Return what all modules have in a store of theirs, each once, under its first name."""
+    found: dict[int, tuple[str, Any]] = {}
+    for path, part in named_modules(module):
+        prefix = path and f"{path}."
+        for name, tensor in vars(part)[store].items():
+            if tensor is not None and id(tensor) not in found:
+                found[id(tensor)] = prefix + name, tensor
+    return list(found.values())
 
 
 def plain_path(model: nn.Module, path: str) -> str:
@@ -62,6 +113,8 @@ def plain_path(model: nn.Module, path: str) -> str:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside the wrappers around a module: the module itself if there are none."""
+    if not is_wrapper_of(module):
+        return module
     for name, child in module.named_children():
         if _is_wrapped_child(module, name):
             return unwrapped(child)
@@ -118,7 +171,7 @@ def _is_wrapped_child(owner: object, name: str) -> bool:
 
 
 def _parameter_lines(model: nn.Module) -> list[str]:
-    return [f"{plain_path(model, name)} {_shape(tensor)} {tensor.dtype}" for name, tensor in model.named_parameters()]
+    return [f"{plain_path(model, name)} {_shape(tensor)} {tensor.dtype}" for name, tensor in named_parameters(model)]
 
 
 def _shape(tensor: Tensor) -> str:
