@@ -44,8 +44,8 @@ __all__ = [
     "all_operator_names",
     "allocation_mark",
     "apart_from_graphs",
+    "as_outside",
     "attention_backends",
-    "autocasts",
     "backward_code",
     "below_autograd",
     "checkpoint",
@@ -79,7 +79,6 @@ __all__ = [
     "op_name",
     "opened_parameter",
     "outer_hooks",
-    "resolving_bits",
     "restore_numerics",
     "saves_for_graph",
     "selective_contexts",
@@ -95,6 +94,7 @@ __all__ = [
     "without_overrides",
     "without_wrapper",
     "wrapper_tensor",
+    "writes_list",
 ]
 
 _attention: Any = _torch_attention
@@ -181,14 +181,29 @@ def counting_versions() -> Any:
 
 
 @contextlib.contextmanager
-def resolving_bits() -> Generator[None]:
-    """Let operators inside `__torch_dispatch__` honour conj and neg bits, as they do outside.
+def as_outside(func: Any) -> Generator[None]:
+    """Let an operator do inside `__torch_dispatch__` what it does outside: honour conj and neg bits, count versions.
 
-    torch calls a dispatch mode with the keys that resolve these bits excluded. Kernels that take a conjugate view and
-    call further operators on it, as those of `linalg` do, would then compute with unconjugated numbers.
+    torch calls a dispatch mode with the keys that do so excluded. Kernels that take a conjugate view and call further
+    operators on it, as those of `linalg` do, would then compute with unconjugated numbers. And an operator that writes
+    to a list would leave its versions as they were: a view in the list keeps the history from before the write, and
+    gradients are wrong.
     """
-    with _exclude_key(_CONJUGATE, False), _exclude_key(_NEGATIVE, False):
+    counting = counting_versions() if writes_list(func) else contextlib.nullcontext()
+    with _exclude_key(_CONJUGATE, False), _exclude_key(_NEGATIVE, False), counting:
         yield
+
+
+@functools.cache
+def writes_list(func: Any) -> bool:
+    """Return whether an operator writes to the tensors of a list.
+
+    >>> writes_list(torch.ops.aten._foreach_tanh_.default), writes_list(torch.ops.aten.tanh_.default)
+    (True, False)
+    """
+    arguments: Any = getattr(getattr(func, "_schema", None), "arguments", ())
+    written = (a for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return any(str(a.type) == "List[Tensor]" for a in written)
 
 
 def without_wrapper(func: Any) -> Any:
@@ -212,7 +227,7 @@ def divide(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: di
     """
     if any(isinstance(t, torch.Tensor) and t.is_nested for t in (*args, *kwargs.values())):
         return NotImplemented
-    with resolving_bits(), mode:
+    with as_outside(func), mode:
         return func._op_dk(
             _COMPOSITE, *args, **kwargs
         )  # not `decompose`: some of its Python versions give different bits
@@ -308,13 +323,10 @@ def saves_for_graph() -> bool:
     """Return whether autograd is saving what a compiled graph needs for its backward. For hooks of saved tensors."""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     for _ in range(6):
-        if frame is not None and frame.f_code is _APPLY:
+        if frame is not None and frame.f_code is function_call:
             return hasattr(frame.f_locals["cls"], "_aot_id")
         frame = None if frame is None else frame.f_back
     return False
-
-
-_APPLY: Any = cast(Any, torch.autograd.Function).apply.__func__.__code__
 
 
 def named_modules(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
@@ -344,17 +356,6 @@ def storage_key(storage: Any) -> int:
 
 
 _PRECISIONS = (("mkldnn", "matmul"), ("mkldnn", "conv"), ("cuda", "matmul"), ("cuda", "conv"))
-
-
-def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
-    """Return the device types that autocast is on for, each with its dtype.
-
-    >>> with torch.autocast("cpu", dtype=torch.bfloat16):
-    ...     autocasts()
-    (('cpu', torch.bfloat16),)
-    """
-    kinds = {"cpu", accelerator.type} if (accelerator := torch.accelerator.current_accelerator()) else {"cpu"}
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from actmem.engine.holdings import storage_of
 from actmem.engine.operators import Operator, describe
 from actmem.engine.overwrites import written_by
-from actmem.torchcompat import is_composite, resolving_bits, storage_key
+from actmem.torchcompat import as_outside, is_composite, storage_key
 
 FORMS = ("functional", "in place", "out", "no_grad", "inference", "inference in place")
 _CONTEXTS: dict[str, Any] = {"no_grad": torch.no_grad, "out": torch.no_grad, "inference": torch.inference_mode}
@@ -130,7 +130,7 @@ class Nothing(TorchDispatchMode):
     """Does nothing but let kernels heed conj bits: what differs under it, differs under any mode, by torch's doing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with resolving_bits():
+        with as_outside(func):
             return func(*args, **(kwargs or {}))
 
 
@@ -152,7 +152,7 @@ class Truth(TorchDispatchMode):
         before = _clones((args, kwargs))
         written = {storage_key(t.untyped_storage()) for _, _, t in written_by(operator, args, kwargs)}
         kept = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-        with resolving_bits():
+        with as_outside(func):
             out = func(*args, **kwargs)
         for t, copy in zip(kept, (t for t in tree_flatten(before)[0] if isinstance(t, Tensor)), strict=True):
             if storage_of(t) is not None and storage_key(t.untyped_storage()) not in written and not same_bits(t, copy):
@@ -172,7 +172,7 @@ class Truth(TorchDispatchMode):
         filled = [(w, j, t) for w, j, t in written_by(operator, args, kwargs) if w in operator.overwritten]
         for _, _, t in filled:
             t.copy_(torch.full_like(t, 1) if t.dtype is torch.bool else torch.full_like(t, 85))
-        with resolving_bits():
+        with as_outside(operator.func):
             operator.func(*args, **kwargs)
         for where, item, t in filled:
             found = (after[0] if isinstance(where, int) else after[1])[where]

@@ -193,6 +193,43 @@ def test_torchs_checkpoint_in_eager_changes_no_bit_of_a_complex_pseudo_inverse()
         assert_same_bits(outcome(plain, batch(), simple_step), outcome(managed, batch(), simple_step))
 
 
+# -------------------------------------------------------------------- lists
+
+
+def written_views(h: Tensor) -> Tensor:
+    y = h * 2
+    a, b = y[:3], y[3:]
+    torch._foreach_tanh_([a, b])
+    return torch.cat([a.sin() * b, b.exp()])
+
+
+def views_in_a_list(block: Program, h: Tensor) -> Tensor:
+    return written_views(h @ block.v)
+
+
+@both
+def test_views_in_a_list_that_is_written_are_differentiated_through_the_write(mode: Any) -> None:
+    compare(lambda: stack(views_in_a_list), mode, num_steps=3)
+
+
+@both
+def test_a_pure_function_is_differentiated_through_a_write_to_a_list_of_views(mode: Any) -> None:
+    pure = actmem.replayable(written_views)
+    compare(lambda: stack(lambda block, h: pure(h @ block.v)), mode, num_steps=3)
+
+
+def test_torchs_checkpoint_in_eager_differentiates_through_a_write_to_a_list_of_views() -> None:
+    plain, managed = stack(views_in_a_list), stack(views_in_a_list)
+    with actmem.apply(managed, MODES["S"], engine="checkpoint"):
+        assert_same_bits(outcome(plain, batch(), simple_step), outcome(managed, batch(), simple_step))
+
+
+def test_measuring_a_step_changes_no_gradient_of_a_write_to_a_list_of_views() -> None:
+    model, found = stack(views_in_a_list), []
+    actmem.measure(lambda: found.append(outcome(model, batch(), simple_step)), model=model)
+    assert_same_bits(outcome(stack(views_in_a_list), batch(), simple_step), found[0])
+
+
 # -------------------------------------------------------------------- sparse
 
 beta = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")

@@ -205,6 +205,11 @@ ONCE_WRONG = {
         num_steps=13,
         skip=frozenset({(1, 11), (1, 6), (1, 10), (1, 5)}),
     ),
+    "a list of views that is written": Program(
+        532324742,
+        num_steps=12,
+        skip=frozenset({(0, 9), (0, 7), (0, 4), (1, 10), (1, 5), (1, 11), (1, 3)}),
+    ),
 }
 """What was found by longer searches, and is mended."""
 

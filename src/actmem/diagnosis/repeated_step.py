@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from actmem.engine import checksum, has_bytes
 from actmem.measuring import tensors_in
-from actmem.torchcompat import TorchDispatchMode, named_modules, storage_key
+from actmem.torchcompat import TorchDispatchMode, as_outside, named_modules, storage_key
 
 __all__ = ["Call", "Repeated", "repeat"]
 
@@ -57,7 +57,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        with as_outside(func):
+            out = func(*args, **(kwargs or {}))
         name = str(func)
         sums: tuple[int, ...] = ()
         # A view computes nothing, and may show memory that has not been written yet.

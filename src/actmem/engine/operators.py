@@ -36,7 +36,7 @@ import torch
 from actmem.decisions import Reason
 from actmem.engine.values import tensors
 from actmem.ops import GROUPS
-from actmem.torchcompat import is_composite, resolving_bits, without_wrapper
+from actmem.torchcompat import as_outside, is_composite, without_wrapper, writes_list
 
 __all__ = [
     "DESCRIBED",
@@ -176,7 +176,7 @@ _FILLED: dict[str, str] = {"rrelu_with_noise": "noise", "rrelu_with_noise_": "no
 (Those of `UNDECLARED_WRITES` save theirs early too: plain autograd sees the statistics that the operator leaves.)"""
 
 _CONJUGATES = frozenset({"linalg_pinv", "linalg_lstsq"})
-"""Operators whose kernels compute with conjugate views of what they are given. See `torchcompat.resolving_bits`."""
+"""Operators whose kernels compute with conjugate views of what they are given. See `torchcompat.as_outside`."""
 
 _WHOLE = frozenset({"linalg_svdvals", "linalg_eigvals", "linalg_eigvalsh", "linalg_cond", "linalg_matrix_rank"}) | {
     "linalg_matrix_norm",
@@ -353,7 +353,7 @@ class Operator:
         if base in ("_conj", "_neg_view"):
             self.view = 2
             return
-        if base in _CONJUGATES:
+        if base in _CONJUGATES or writes_list(self.func):
             self.call = _Resolving(self.func)
         if base in ("detach", "set_", "detach_", "lift_fresh") or (
             not self.composite
@@ -462,7 +462,7 @@ class _Resolving:
         self.func = func
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with resolving_bits():
+        with as_outside(self.func):
             return self.func(*args, **kwargs)
 
 

@@ -162,7 +162,7 @@ class Tape(Holdings, TorchDispatchMode):
         if self.paused or ((types or not operator.plain) and in_fake_mode() is not self._in_fake_mode):
             if operator.never is _COLLECTIVE:  # it is not one where torch infers the shapes of a distributed tensor
                 self.communicated = True
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         if self._provisional:
             self._adopt(args)
         if self._recent and not operator.fills_saved:

@@ -27,7 +27,7 @@ from actmem.engine.overwrites import Write
 from actmem.engine.tape import Tape
 from actmem.engine.values import Again, Value, checksum, has_bytes, take_apart, tensors
 from actmem.errors import SelfCheckError
-from actmem.torchcompat import autocasts, dispatch_modes
+from actmem.torchcompat import dispatch_modes
 
 __all__ = ["record_call", "recording", "unrecorded"]
 
@@ -103,7 +103,18 @@ def record_call(
 
 def _again(tape: Tape, operator: Operator, spec: Any, states: list[tuple[torch.Generator, Tensor]]) -> Again:
     drawn = [(g, s) for g, s in states if _drew(tape, g, s)]
-    return Again(operator.func, spec, drawn, autocasts() if operator.declared else ())
+    return Again(operator.func, spec, drawn, _autocasts() if operator.declared else ())
+
+
+def _autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+    """Return the device types that autocast is on for, each with its dtype.
+
+    >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+    ...     _autocasts()
+    (('cpu', torch.bfloat16),)
+    """
+    kinds = {"cpu", accelerator.type} if (accelerator := torch.accelerator.current_accelerator()) else {"cpu"}
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind))
 
 
 class _Trial:

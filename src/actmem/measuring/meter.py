@@ -24,11 +24,11 @@ from actmem.torchcompat import (
     FakeTensor,
     TorchDispatchMode,
     after_backward,
+    as_outside,
     backward_code,
     divide,
     is_composite,
     op_name,
-    resolving_bits,
 )
 
 __all__ = ["measure"]
@@ -162,7 +162,7 @@ class _Mode(TorchDispatchMode):
                 return divided
         meter = self._meter
         facts, place = meter.before(func, args, kwargs, entered)
-        with resolving_bits():
+        with as_outside(func):
             started = perf_counter()
             result = func(*args, **kwargs)
             seconds = perf_counter() - started

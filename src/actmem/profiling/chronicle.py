@@ -45,6 +45,7 @@ from actmem.profiles import Cost
 from actmem.profiling.kernel_workspaces import KernelWorkspaces
 from actmem.torchcompat import (
     TorchDispatchMode,
+    as_outside,
     current_graph_task,
     dispatch_modes,
     divide,
@@ -54,7 +55,6 @@ from actmem.torchcompat import (
     never_compile,
     num_bytes,
     op_name,
-    resolving_bits,
 )
 
 __all__ = [
@@ -371,7 +371,7 @@ class Chronicle(TorchDispatchMode):
         is_logged = self._finds_workspaces and log_allocations()
         changes: list[Any] = []
         try:
-            with resolving_bits():
+            with as_outside(func):
                 started = self._now()
                 result = func(*args, **kwargs)
                 ended = self._now()
@@ -431,20 +431,20 @@ class Chronicle(TorchDispatchMode):
     def _note_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in tensors_in((args, kwargs)):
             self.ledger.read(tensor)
-            if tensor.requires_grad and _is_leaf(tensor):
+            if _shows_leaf(tensor):
                 self._read.update(id(storage) for storage in storages_of(tensor))
 
 
-def _is_leaf(tensor: Tensor) -> bool:
-    """Return whether a tensor has no history.
+def _shows_leaf(tensor: Tensor) -> bool:
+    """Return whether a tensor is one without a history that gets a gradient, or a view of one.
 
-    To answer for a view whose base was overwritten, torch makes the view's step first. Below autograd, where operators
-    are seen, it may be unable to, and raises; such a view has a history.
+    A view is never asked for its history. If its base was overwritten, torch would make its backward step there and
+    then: below autograd, where the history of the base may not yet be written, and earlier than without a profile,
+    which decides when the step runs.
     """
-    try:
-        return tensor.is_leaf
-    except RuntimeError:
-        return False
+    base = tensor._base  # pyright: ignore[reportPrivateUsage]
+    origin = tensor if base is None else base
+    return origin.requires_grad and origin.is_leaf
 
 
 def _calling_seconds() -> float:

@@ -205,7 +205,7 @@ class Assuming(TorchDispatchMode):
         if name in LAYOUTS:
             return LAYOUTS[name](func, args, kwargs)
         try:
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
         except RuntimeError as error:
             if "data-dependent" in str(error) or "Dynamic" in type(error).__name__ or "DataDep" in type(error).__name__:
                 raise UnsupportedError(
@@ -213,6 +213,9 @@ class Assuming(TorchDispatchMode):
                     f"Profile a real step: {for_real()}."
                 ) from error
             raise as_plain(func, args, kwargs, error) from None
+        if name.startswith("aten._foreach_") and name.endswith("_") and not torch.is_inference_mode_enabled():
+            torch.autograd.graph.increment_version(args[0])  # as on real tensors: see `torchcompat.as_outside`
+        return made
 
     def _real(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
         """Run an operator with only real inputs: for real, if it returns integers."""

@@ -19,6 +19,7 @@ from actmem.measuring import tensors_in
 from actmem.torchcompat import (
     FakeTensor,
     TorchDispatchMode,
+    as_outside,
     has_storage,
     named_buffers,
     never_compile,
@@ -174,7 +175,8 @@ class Preserved(TorchDispatchMode):
         for place, name in self._writes(func):
             for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(name)):
                 self.keep(tensor)
-        result = func(*args, **kwargs)
+        with as_outside(func):
+            result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             if not isinstance(tensor, FakeTensor) and has_storage(tensor):
                 self._meet(tensor.untyped_storage(), args, kwargs)

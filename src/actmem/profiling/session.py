@@ -249,8 +249,11 @@ class Session:
             self._num_calls[id(module)] = nth + 1
             block = queue[nth % len(queue)]
             self._blocks.append(block)
-            given = next((t for t in tensors(args, kwargs) if t.requires_grad and t.grad_fn is not None), None)
-            key = self._key(block, args, kwargs) if given is not None else None
+            key = self._key(block, args, kwargs)
+            # Asked only then: for the answer, torch may have to make the backward step of a view.
+            histories = () if key is None else (t for t in tensors(args, kwargs) if t.requires_grad and t.grad_fn)
+            given = next(iter(histories), None)
+            key = None if given is None else key
             again = nth >= len(queue)
             if again:
                 self._call_again(block)
@@ -286,7 +289,7 @@ class Session:
                     )
                 )
             self._chronicle.note(Left(layer, self._chronicle.live_bytes))
-            if key is not None and given is not None:
+            if given is not None:
                 first = next((t for t in tensors(out) if t.requires_grad), None)
                 if first is not None:
                     for tensor, kind in ((first, BackwardBegan), (given, BackwardEnded)):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -39,3 +42,78 @@ def test_the_peak_is_the_measured_one(fake: bool) -> None:
 
     measured = actmem.measure(step, model=model)
     assert actmem.predict(profile, actmem.SaveEverything(), "h100-80gb").tensor_bytes == measured.tensor_bytes
+
+
+def written_list(x: Tensor) -> Tensor:
+    """Write to views by an operator on a list."""
+    y = x * 2
+    a, b = y[:3], y[3:]
+    torch._foreach_tanh_([a, b])
+    return torch.cat([a.sin(), b])
+
+
+def view_of_what_was_written(x: Tensor) -> Tensor:
+    """Read a view for the first time where gradients are off, after its base was written."""
+    z = torch.view_as_complex((x * 2).view(ROWS, -1, 2)) * 1
+    parts = torch.view_as_real(z)
+    z.mul_(2)
+    with torch.no_grad():
+        scale = parts.abs() + 1
+    return (parts * scale).view(ROWS, WIDTH)
+
+
+def view_that_is_needed_later(x: Tensor) -> Tensor:
+    """Do the same, and make the step of another operator before that of the view is needed."""
+    base = x * 2
+    view = base[:]
+    base.mul_(2)
+    with torch.no_grad():
+        scale = view.abs() + 1
+    return x.sin() * view * scale
+
+
+class Body(nn.Module):
+    """A block with a weight and any body."""
+
+    def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.body = nn.Linear(WIDTH, WIDTH), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.linear(x))
+
+
+def steps(out: Tensor) -> list[str]:
+    """Return the backward steps that lead to a tensor, in the order in which they were made."""
+    found: dict[Any, None] = {}
+    waiting: list[Any] = [out.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            waiting += [n for n, _ in node.next_functions]
+    return [node.name() for node in sorted(found, key=lambda n: n._sequence_nr())]
+
+
+@pytest.mark.parametrize("body", [written_list, view_of_what_was_written, view_that_is_needed_later])
+def test_a_profile_leaves_the_history_of_every_tensor_as_it_is(body: Callable[[Tensor], Tensor]) -> None:
+    model, x, seen = nn.Sequential(Body(body), Body(body)), torch.ones(ROWS, WIDTH), []
+
+    def noting(out: Tensor) -> Tensor:
+        seen.append(steps(out))
+        return loss(out)
+
+    plain = steps(model(x))
+    actmem.profile(model, (x,), loss=noting, fake=False, blocks="*", optimizer=None)
+    assert seen and all(found == plain for found in seen)
+
+
+def test_a_fake_step_differentiates_through_a_write_to_a_list_of_views() -> None:
+    model, x, seen = nn.Sequential(Body(written_list), Body(written_list)), torch.ones(ROWS, WIDTH), []
+
+    def noting(out: Tensor) -> Tensor:
+        seen.append(steps(out).count("torch::autograd::CopySlices"))
+        return loss(out)
+
+    actmem.profile(model, (x,), loss=noting, blocks="*", optimizer=None)
+    assert seen == [4]
