@@ -26,8 +26,7 @@ from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
 from actmem.settings import Offload, OptimizerState, Split, StepInBackward, check_split
 from actmem.splitting import SplitModel
-from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type
-from actmem.torchcompat import named_modules
+from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type, named_modules
 
 __all__ = [
     "Applied",
@@ -347,13 +346,14 @@ def refuse_state(model: nn.Module) -> None:
                 f"a plan is applied to this model already, at {runner.path or 'the model itself'} and others. "
                 "Remove it first: applied.remove(), on what actmem.apply returned."
             )
-        if getattr(module, "gradient_checkpointing", False) is True:
+        # Not `getattr(module, ...)`: most modules have neither, and torch takes a microsecond to say so.
+        if vars(module).get("gradient_checkpointing", getattr(type(module), "gradient_checkpointing", False)) is True:
             raise ApplyError(
                 f"{path or 'the model'}.gradient_checkpointing = True: Hugging Face gradient checkpointing is on, "
                 "and would run the forward code twice. "
                 "Switch it off first: model.gradient_checkpointing_disable()."
             )
-        if hasattr(module, "_checkpoint_wrapped_module"):
+        if "_checkpoint_wrapped_module" in vars(module)["_modules"]:
             raise ApplyError(
                 f"{path or 'the model'} is wrapped by torch's checkpoint_wrapper, which does its own recomputation. "
                 "Build the model without that wrapper, and let actmem decide."
@@ -423,7 +423,9 @@ def _resolve(
         paths, offload = tuple(b.path for b in found), getattr(mode, "offload", None)
         plan = Plan(mode.rules(), paths, fingerprint(model, found), repr(mode), offload, **more)
     refuse_blocks(found)
-    roles, layer_types = find_roles(model, found), [layer_type(b.module) for b in found]
+    roles = find_roles(model, found)
+    typed = any(rule.layer_type is not None for rule in plan.rules)
+    layer_types = [layer_type(b.module) if typed else None for b in found]
     if isinstance(mode, Selective):
         plan = _without_absent(plan, {name for its_roles in roles for name in its_roles})
     if any(rule.selectors for rule in plan.rules):

@@ -74,6 +74,7 @@ from actmem.offloading import Offloader
 from actmem.plan import Plan
 from actmem.reporting import paths_of
 from actmem.settings import Offload
+from actmem.structure import buffers_of, parameters_of
 from actmem.torchcompat import (
     active_compiler,
     apart_from_graphs,
@@ -84,6 +85,7 @@ from actmem.torchcompat import (
     is_compiler_new,
     never_compile,
     outer_hooks,
+    storage_key,
 )
 
 __all__ = ["BlockRunner", "SharedState", "applied_runner", "install", "local", "uninstall"]
@@ -268,8 +270,8 @@ class BlockRunner:
         *,
         engine: str,
         cuts: dict[Any, Cut | None],
-        observed: Callable[[], None],
-        state: Callable[[], frozenset[int]],
+        observed: Callable[[BlockRunner], None],
+        state: Callable[[nn.Module], frozenset[int]],
         reissue: bool = False,
         offloader: Offloader | None = None,
         offload: Offload | None = None,
@@ -349,8 +351,8 @@ class BlockRunner:
         self.given_up |= getattr(block, "_compiled_call_impl", None) is not None
         self.idle = not self.num_checked and self.verdicts.keeps_everything
         self._nested = _fsdp_units(block)
-        self._state_storages = self._state()
-        if not IMPORTED.isdisjoint(sys.modules):
+        self._state_storages = self._state(block)
+        if not sys.modules.keys().isdisjoint(IMPORTED):
             declare_libraries()
         opaque = self._opaque if self._opaque is not None and self._opaque.replay else None
         self.observation = Observation(self._state_storages, None if opaque is None else running_function)
@@ -362,7 +364,7 @@ class BlockRunner:
             self.num_checked = max(self.num_checked, 1)  # the next call runs them as one operator each
         else:
             self._cut_program(self.observation, inputs)
-        self._observed()
+        self._observed(self)
         return out
 
     def _record(
@@ -423,7 +425,7 @@ class BlockRunner:
             self.num_checked, self.decisions = self.num_checked - 1, []
         out = run_checkpointed(self.family, forward, block, args, kwargs, self.decisions if observed else None)
         if observed:
-            self._observed()
+            self._observed(self)
         return out
 
     def _cut_program(self, observation: Observation, inputs: list[Tensor]) -> None:
@@ -465,23 +467,35 @@ class SharedState:
         self._plan = plan
         self._logged: set[tuple[str, str]] = set()
         self._warned = False
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        """The storages of the model's parameters and buffers, as they were when the first of `_asked` ran."""
+        self._asked: set[int] = set()
+        """The blocks that were observed since."""
         self.runners: tuple[BlockRunner, ...] = ()
 
-    def state(self) -> frozenset[int]:
-        """Return the storages of the model's parameters and buffers."""
+    def state(self, block: nn.Module) -> frozenset[int]:
+        """Return the storages of the model's parameters and buffers, for a block that is about to be observed.
+
+        The whole model is read once for all blocks of a step, and the block itself each time: a library that shards a
+        model may gather its parameters block by block, in new storages.
+        """
         model = self._model()
         if model is None:
             return frozenset()
-        return frozenset(storages_of([local(t) for t in (*model.parameters(), *model.buffers())]))
+        if not self._asked or id(block) in self._asked:
+            self._asked.clear()
+            self._storages = _state_storages(model)
+        self._asked.add(id(block))
+        alive = {key for key, storage in self._storages.items() if storage() is not None}
+        return frozenset(alive.union(_state_storages(block)))
 
-    def _warn_of_uncompiled(self) -> None:
+    def _warn_of_uncompiled(self, runner: BlockRunner) -> None:
         """Warn where FlexAttention was seen as an operator: a compiled one shows only its kernels."""
-        bare = [s for s in self.runners if any(row.op.startswith(_FLEX) for row in s.decisions or ())]
-        if bare and not self._warned:
+        if not self._warned and any(row.op.startswith(_FLEX) for row in runner.decisions or ()):
             self._warned = True
-            lost = " since torch.compile could not take in the whole block" if bare[0].given_up else ""
+            lost = " since torch.compile could not take in the whole block" if runner.given_up else ""
             warnings.warn(
-                f"FlexAttention runs without compilation in {paths_of(tuple(s.path for s in bare))}{lost}: it is slow, "
+                f"FlexAttention runs without compilation in {paths_of((runner.path,))}{lost}: it is slow, "
                 "and holds all scores at once. Compile it by itself, and it stays compiled in any block: "
                 "flex_attention = torch.compile(flex_attention).",
                 stacklevel=2,
@@ -491,22 +505,32 @@ class SharedState:
         """Log what was decided, each operator and decision once."""
         log_once(decisions, self._plan.rules, self._logged)
 
-    def called(self) -> None:
+    def called(self, runner: BlockRunner) -> None:
         """Log what was decided, and notice, when every block has run once, that none of the plan's names matched."""
-        decisions = [row for s in self.runners for row in s.decisions or ()]
-        self.log(decisions)
-        self._warn_of_uncompiled()
+        self.log(runner.decisions or [])
+        self._warn_of_uncompiled(runner)
         if not self._named or any(s.decisions is None for s in self.runners):
             return
-        seen = sorted({row.op for row in decisions})
-        hidden = any(op in ops.GROUPS["compiled"] for op in seen)  # the report lists the rules that matched nothing
-        if not hidden and not self._named & set[int]().union(*(s.verdicts.matched for s in self.runners)):
+        if any(not self._named.isdisjoint(s.verdicts.matched) for s in self.runners):
+            return
+        seen = sorted({row.op for s in self.runners for row in s.decisions or ()})
+        if not any(op in ops.GROUPS["compiled"] for op in seen):  # the report lists the rules that matched nothing
             raise ModeError(
                 f"{self._plan.mode} matches nothing: no operator that ran in the blocks of this model is among "
                 "its names. "
                 f"Operators that ran: {', '.join(seen[:24])}{', ...' if len(seen) > 24 else ''}. Name one of "
                 "these, or a group they belong to."
             )
+
+
+def _state_storages(module: nn.Module) -> dict[int, weakref.ref[Any]]:
+    """Return the storages of the parameters and buffers of a module."""
+    found: dict[int, weakref.ref[Any]] = {}
+    for tensor in (*parameters_of(module), *buffers_of(module)):
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # as in `storages_of`
+            storage = local(tensor).untyped_storage()
+            found[storage_key(storage)] = weakref.ref(storage)
+    return found
 
 
 def _communicates(funcs: list[Any]) -> bool:

@@ -68,7 +68,8 @@ def check_rules(
     for rule in rules:
         if rule.module is not None:
             _check_module_glob(rule, model)
-        chosen = [b for b in blocks if rule.layers is None or Slices.parse(rule.layers).contains(b.index, len(blocks))]
+        layers = None if rule.layers is None else Slices.parse(rule.layers)
+        chosen = [b for b in blocks if layers is None or layers.contains(b.index, len(blocks))]
         if not chosen:
             raise ModeError(
                 f"layers = {rule.layers!r} selects none of the {len(blocks)} blocks (0 to {len(blocks) - 1}). "

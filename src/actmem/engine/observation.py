@@ -157,10 +157,7 @@ class Observation:
             self._handles.append((weakref.ref(handle), value.row))
 
     def settle(self) -> None:
-        """Note what is saved and held now, when only handles keep values alive.
-
-        Done when the forward is over, and again when backward begins: a branch without a gradient dies in between.
-        """
+        """Note what is saved and held now, when only handles keep values alive. Done when the forward is over."""
         for row in self.rows:
             row.saved = row.held = False
         for reference, row in self._handles:
@@ -175,6 +172,12 @@ class Observation:
         for row in self.elsewhere:
             row.saved = row.held = True
             row.cause = Reason.UNSEEN
+
+    def conclude(self) -> None:
+        """Note the same again when backward begins, for good: a branch without a gradient dies in between."""
+        self.settle()
+        self._values.clear()
+        self._handles.clear()
 
     def signature(self) -> Any:
         """Return a key that is equal for calls that ran the same program on values of the same size."""

@@ -68,7 +68,7 @@ def unpack(packed: Any) -> Tensor:
     value, tape = packed.value, packed.tape
     with tape.lock:
         if tape.observation is not None:
-            tape.observation.settle()
+            tape.observation.conclude()
             tape.observation = None
         declared = False
         if value.held is None:

@@ -65,6 +65,7 @@ from actmem.torchcompat import (
     numerics,
     saves_for_graph,
     storage_key,
+    without_dispatch_modes,
 )
 
 __all__ = ["Tape"]
@@ -524,11 +525,8 @@ class Tape(Holdings, TorchDispatchMode):
         if self.observation is not None:
             self.observation.saved(value, handle)
             if value.held is None and has_bytes(tensor):
-                self.paused = True
-                try:
+                with without_dispatch_modes():
                     handle.checksum = checksum(tensor)
-                finally:
-                    self.paused = False
         return handle
 
     def _saved_external(self, tensor: Tensor, storage: Any) -> Value:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from actmem import ops
 from actmem.decisions import Decision, Reason
@@ -225,7 +226,7 @@ def summarise(
     moved: TransferCounts | None = None,
 ) -> Report:
     """Fold observations into a report. They are (path, kind, observation) tuples in the order of the blocks."""
-    folded: dict[tuple[str, tuple[ReportRow, ...]], list[str]] = {}
+    folded: dict[tuple[str, tuple[_Row, ...]], list[str]] = {}
     counted: list[Counted] = []
     unobserved: list[str] = []
     taped: list[Observation] = []
@@ -235,10 +236,13 @@ def summarise(
             if path not in elsewhere:
                 unobserved.append(path)
         else:
-            folded.setdefault((kind, _rows(observation.rows)), []).append(path)
-            counted += _counted(observation.rows)
+            listed = _listed(observation.rows)
+            folded.setdefault((kind, _rows(listed)), []).append(path)
+            counted += _counted(listed)
             taped.append(observation)
-    kinds = tuple(KindReport(kind, tuple(paths), rows) for (kind, rows), paths in folded.items())
+    kinds = tuple(
+        KindReport(kind, tuple(paths), tuple(ReportRow(*row) for row in rows)) for (kind, rows), paths in folded.items()
+    )
     silent = (
         tuple(repr(r) for i, r in enumerate(plan.rules) if i not in matched and not r.is_default)
         if (kinds or elsewhere) and not unobserved
@@ -279,52 +283,53 @@ _HELD = (Decision.SAVE, "input", "copy", "never")
 _OPAQUE = (Reason.OPAQUE, Reason.UNSEEN, Reason.UNINITIALISED)
 
 
-def _rows(rows: list[ObservedOperator]) -> tuple[ReportRow, ...]:
-    groups: dict[ReportRow, list[int]] = {}
-    for r in _listed(rows):
-        decision = _decision(r)
-        never = decision == "never"
-        row = ReportRow(
-            module=r.module,
-            op=r.op,
-            shape=r.shape,
-            dtype=r.dtype,
-            num_bytes=r.num_bytes,
-            count=0,
-            decision=decision,
-            why=_OVERWRITTEN if decision == "copy" else _reason(r) if never else "",
-            opaque=never and (r.cause or r.why) in _OPAQUE,
-            by_autograd=r.saved,
-            replayed=0,
-            collective=ops.matches("collective", *_packet(r.op)) or (never and (r.cause or r.why) is Reason.COLLECTIVE),
-        )
-        groups.setdefault(row, []).append(r.replayed)
-    return tuple(replace(row, count=len(replayed), replayed=sum(replayed)) for row, replayed in groups.items())
+_Listed = list[tuple[ObservedOperator, str]]
+_Row = tuple[str, str, tuple[int, ...], str, int, int, str, str, bool, bool, int, bool]
+"""The fields of a `ReportRow`, which is made only once for all blocks that are alike."""
 
 
-def _listed(rows: list[ObservedOperator]) -> Iterator[ObservedOperator]:
-    """Skip what costs nothing: parameters, buffers, and values that are neither saved, held nor replayed."""
-    return (r for r in rows if (r.kind != "state" or r.copied) and (r.saved or r.held or r.replayed))
+def _listed(rows: list[ObservedOperator]) -> _Listed:
+    """Pair values with decisions, without what costs nothing: state, and values neither saved, held nor replayed."""
+    return [
+        (r, _decision(r)) for r in rows if (r.kind != "state" or r.copied) and (r.saved or r.held or r.replayed)
+    ]
+
+
+def _rows(listed: _Listed) -> tuple[_Row, ...]:
+    groups: dict[Any, list[int]] = {}
+    for r, decision in listed:
+        why, opaque, collective = "", False, _is_collective(r.op)
+        if decision == "never":
+            cause = r.cause or r.why
+            why, opaque, collective = _reason(r), cause in _OPAQUE, collective or cause is Reason.COLLECTIVE
+        elif decision == "copy":
+            why = _OVERWRITTEN
+        what = r.module, r.op, r.shape, r.dtype, r.num_bytes
+        groups.setdefault((what, (decision, why, opaque, r.saved), collective), []).append(r.replayed)
+    return tuple(
+        (*what, len(replayed), *fate, sum(replayed), collective) for (what, fate, collective), replayed in groups.items()
+    )
+
+
+@functools.cache
+def _is_collective(op: str) -> bool:
+    packet, _, overload = op.rpartition(".")
+    return ops.matches("collective", packet, overload)
 
 
 _ALONE = itertools.count(-1, -1)
 """Unique numbers for values that do not share their storage."""
 
 
-def _counted(rows: list[ObservedOperator]) -> Iterator[Counted]:
-    for r in _listed(rows):
+def _counted(listed: _Listed) -> Iterator[Counted]:
+    for r, decision in listed:
         shared = r.storage is not None and not r.copied  # a copy is never shared
-        yield Counted(id(r.storage) if shared else next(_ALONE), r.num_bytes, _decision(r), r.saved)
+        yield Counted(id(r.storage) if shared else next(_ALONE), r.num_bytes, decision, r.saved)
 
 
 def _reason(row: ObservedOperator) -> str:
     why = row.cause if row.kind == "unseen" or row.why is None else row.why
     return "" if why is None else REASONS.get(why, why)
-
-
-def _packet(op: str) -> tuple[str, str]:
-    packet, _, overload = op.rpartition(".")
-    return packet, overload
 
 
 def _decision(row: ObservedOperator) -> str:

@@ -77,11 +77,13 @@ class Stack:
 
 def find_stacks(model: nn.Module) -> list[Stack]:
     """Return the outermost stacks of a model, in the order in which the model registered them."""
-    order = {path: position for position, (path, _) in enumerate(named_modules(model, repeats=True))}
     found = list(_walk(model, "", set(), set()))
     # A layer that an attribute also refers to is met there first, and so is a stack inside it.
     inside = {id(part) for stack in found for _, member in stack.members for _, part in named_modules(member)[1:]}
     outermost = [stack for stack in found if not any(id(member) in inside for _, member in stack.members)]
+    if len(outermost) < 2:
+        return outermost
+    order = {path: position for position, (path, _) in enumerate(named_modules(model, repeats=True))}
     return sorted(outermost, key=lambda stack: order[stack.members[0][0]])
 
 

@@ -52,9 +52,10 @@ def named_modules(module: nn.Module, *, repeats: bool = False) -> list[Named]:
         if not repeats:
             seen.add(id(current))
         found.append((path, current))
-        prefix = path and f"{path}."
         children: dict[str, nn.Module | None] = vars(current)["_modules"]
-        waiting += [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]
+        if children:
+            prefix = path and f"{path}."
+            waiting += [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]
     return found
 
 
@@ -84,10 +85,12 @@ def _named(module: nn.Module, store: str) -> list[tuple[str, Any]]:
     """Return what all modules have in a store of theirs, each once, under its first name."""
     found: dict[int, tuple[str, Any]] = {}
     for path, part in named_modules(module):
-        prefix = path and f"{path}."
-        for name, tensor in vars(part)[store].items():
-            if tensor is not None and id(tensor) not in found:
-                found[id(tensor)] = prefix + name, tensor
+        tensors: dict[str, Any] = vars(part)[store]
+        if tensors:
+            prefix = path and f"{path}."
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in found:
+                    found[id(tensor)] = prefix + name, tensor
     return list(found.values())
 
 

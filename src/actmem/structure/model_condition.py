@@ -42,19 +42,22 @@ def condition(model: nn.Module) -> Condition | None:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        held = vars(module)
-        if not is_wrapper_of(module):
-            kind = _plain(type(module))
-            gathered = gathered or _is_fsdp(type(module))
-            found.append(kind)
-        elif type(module).__name__ == "FullyShardedDataParallel":
+        held, kind = vars(module), type(module)
+        children: dict[str, nn.Module | None] = held["_modules"]
+        if not children or not is_wrapper_of(module):
+            gathered = gathered or _is_fsdp(kind)
+            found.append(_plain(kind))
+        elif kind.__name__ == "FullyShardedDataParallel":
             return None
-        found += [
-            (p.dtype, p.requires_grad, None if is_lazy(p) else p.shape)
-            for p in held["_parameters"].values()
-            if p is not None
-        ]
-        stack.extend(m for m in held["_modules"].values() if m is not None)
+        parameters: dict[str, nn.Parameter | None] = held["_parameters"]
+        if parameters:
+            found += [
+                (p.dtype, p.requires_grad, None if type(p) is not nn.Parameter and is_lazy(p) else p.shape)
+                for p in parameters.values()
+                if p is not None
+            ]
+        if children:
+            stack += [m for m in children.values() if m is not None]
     return (*found, _GATHERED) if gathered else tuple(found)
 
 

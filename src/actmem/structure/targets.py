@@ -33,6 +33,7 @@ itself. An empty tuple means that the block does not have the target. A custom t
 """
 
 import difflib
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -92,13 +93,21 @@ def matching(paths: Sequence[str], globs: Sequence[str]) -> list[str]:
     return [path for path in named if not any(path != top and _below(path, top) for top in named)]
 
 
-def check_every_glob_matches(model: nn.Module, blocks: Sequence[Placed]) -> None:
-    """Raise if a declared glob matches no module in any block that it applies to."""
+def check_every_glob_matches(
+    model: nn.Module, blocks: Sequence[Placed], applying: Sequence[Sequence[Declaration]]
+) -> None:
+    """Raise if a declared glob matches no module in any block that it applies to.
+
+    Args:
+        model: the model.
+        blocks: its blocks.
+        applying: what `declarations` returned for each of them.
+    """
     unmatched: dict[tuple[str, str, str], Declaration] = {}
     matched: set[tuple[str, str, str]] = set()
-    for block in blocks:
-        paths = paths_in(model.get_submodule(block.path))
-        for declaration in declarations(model, block.path):
+    for block, its_own in zip(blocks, applying, strict=True):
+        paths = paths_in(model.get_submodule(block.path)) if its_own else []
+        for declaration in its_own:
             for target, globs in declaration.targets.items():
                 for glob in globs:
                     # A block's own attribute usually comes from its class: one matching block is enough.
@@ -266,10 +275,11 @@ def find_roles(model: nn.Module, blocks: Sequence[Placed]) -> list[dict[str, tup
     >>> find_roles(model, find_blocks(model))
     [{'own:squash': ('1',)}, {'own:squash': ('1',)}]
     """
-    check_every_glob_matches(model, blocks)
+    applying = [declarations(model, block.path) for block in blocks]
+    check_every_glob_matches(model, blocks, applying)
     found: list[dict[str, tuple[str, ...]]] = []
-    for block in blocks:
-        declared = {t: globs for outer in declarations(model, block.path) for t, globs in outer.targets.items()}
+    for block, its_own in zip(blocks, applying, strict=True):
+        declared = {t: globs for outer in its_own for t, globs in outer.targets.items()}
         found.append(roles(model.get_submodule(block.path), declared=declared))
     return found
 
@@ -320,10 +330,10 @@ def _read(block: nn.Module) -> tuple[_Modules, dict[str, str]]:
 
 def _core(module: nn.Module) -> nn.Module:
     inner = unwrapped(module)
-    children = dict(inner.named_children())
+    children: dict[str, nn.Module | None] = vars(inner)["_modules"]
     for name in _ADAPTED:
-        if name in children:
-            return _core(children[name])
+        if (adapted := children.get(name)) is not None:
+            return _core(adapted)
     return inner
 
 
@@ -332,18 +342,19 @@ def _is_norm(path: str, module: nn.Module) -> bool:
 
 
 def _is_attention(path: str, module: nn.Module) -> bool:
-    named = _is_named(module, _ATTENTION_CLASS) or _name(path) in _ATTENTION_NAMES
+    named = _name(path) in _ATTENTION_NAMES or _is_named(module, _ATTENTION_CLASS)
     return named and not _is_linear_attn(path, module) and _owns_projections(module)
 
 
 def _is_linear_attn(path: str, module: nn.Module) -> bool:
     if _name(path) in _LINEAR_ATTN_NAMES:
         return _owns_projections(module)
+    if not _is_named(module, _LINEAR_ATTN_CLASS):
+        return False
     # The latent attention of a model that calls itself linear is not linear, and Rwkv's feed-forward mixes no tokens.
     other = _is_named(module, _MLP_CLASS) or not _MLA_UP_NAMES.isdisjoint(dict(module.named_children()))
     # A short convolution or a scan is only a part of such a mixer: the mixer itself projects in and out.
-    whole = sum(_is_projection(_core(child)) for child in module.children()) > 1
-    return _is_named(module, _LINEAR_ATTN_CLASS) and whole and not other
+    return not other and sum(_is_projection(_core(child)) for child in module.children()) > 1
 
 
 def _is_experts(path: str, module: nn.Module) -> bool:
@@ -357,8 +368,10 @@ def _shared_experts(modules: _Modules, experts: list[str]) -> list[str]:
 
 
 def _is_router(modules: _Modules, path: str) -> bool:
+    if _name(path) not in _ROUTER_NAMES:
+        return False
     beside_experts = any(_sibling(path, name) in modules for name in _EXPERTS_NAMES)
-    return _name(path) in _ROUTER_NAMES and (beside_experts or _is_named(modules[path], _ROUTER_CLASS))
+    return beside_experts or _is_named(modules[path], _ROUTER_CLASS)
 
 
 def _mla_up(modules: _Modules, attention: list[str]) -> list[str]:
@@ -372,7 +385,7 @@ def _dense(modules: _Modules, apart: list[str]) -> list[str]:
 
 
 def _is_mlp(modules: _Modules, path: str) -> bool:
-    named = _is_named(modules[path], _MLP_CLASS) or _name(path) in _MLP_NAMES
+    named = _name(path) in _MLP_NAMES or _is_named(modules[path], _MLP_CLASS)
     inside = (part for other, part in modules.items() if other == path or _is_inside(other, path))
     return named and sum(map(_is_projection, inside)) > 1
 
@@ -401,10 +414,13 @@ def _is_projection(module: nn.Module) -> bool:
     if _is_named(module, _NO_PROJECTION_CLASS):
         return False
     # Not through `module.weight`: reading a parametrised weight computes it, and spectral norm iterates each time.
-    own = dict(module.named_parameters(recurse=False))
-    parametrised = dict(module.named_parameters(prefix="")).get("parametrizations.weight.original")
-    weight = own.get("weight", parametrised)
-    return (weight is not None and weight.dim() > 1) or _is_named(module, _LINEAR_CLASS)
+    if _is_named(module, _LINEAR_CLASS):
+        return True
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is None:
+        parametrised = (part for name, part in module.named_children() if name == "parametrizations")
+        weight = next((dict(part.named_parameters()).get("weight.original") for part in parametrised), None)
+    return weight is not None and weight.dim() > 1
 
 
 def _those(modules: _Modules, wanted: Callable[[str, nn.Module], bool]) -> list[str]:
@@ -433,7 +449,12 @@ def _is_inside(path: str, top: str) -> bool:
 
 
 def _is_named(module: nn.Module, pattern: re.Pattern[str]) -> bool:
-    return pattern.search(type(module).__name__) is not None
+    return _matches_pattern(type(module).__name__, pattern)
+
+
+@functools.cache
+def _matches_pattern(name: str, pattern: re.Pattern[str]) -> bool:
+    return pattern.search(name) is not None
 
 
 def _name(path: str) -> str:
