@@ -108,6 +108,18 @@ def test_a_profile_leaves_the_history_of_every_tensor_as_it_is(body: Callable[[T
     assert seen and all(found == plain for found in seen)
 
 
+def test_a_profiled_training_step_differentiates_through_a_write_to_a_list_of_views() -> None:
+    model, x = nn.Sequential(Body(written_list), Body(written_list)), torch.ones(ROWS, WIDTH)
+    plain = steps(model(x))
+
+    def step() -> None:
+        out = model(x)
+        assert steps(out) == plain
+        loss(out).backward()
+
+    actmem.profile(model, step=step, fake=False, blocks="*")
+
+
 def test_a_fake_step_differentiates_through_a_write_to_a_list_of_views() -> None:
     model, x, seen = nn.Sequential(Body(written_list), Body(written_list)), torch.ones(ROWS, WIDTH), []
 
