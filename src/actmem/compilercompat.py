@@ -275,10 +275,10 @@ def call_past(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return module._call_impl(*args, **kwargs)
 
 
-def has_hooks(module: Any) -> bool:
-    """Return whether hooks run when the module is called."""
+def has_hooks(module: Any, besides: Callable[[Any], bool] = lambda _: False) -> bool:
+    """Return whether hooks run when the module is called, besides those of which this is true."""
     before, after = ("_forward_pre_hooks", "_backward_pre_hooks"), ("_forward_hooks", "_backward_hooks")
-    return any(len(getattr(module, name)) > 0 for name in (*before, *after))
+    return any(not besides(hook) for name in (*before, *after) for hook in getattr(module, name).values())
 
 
 def compile_with(function: types.FunctionType, compiler: Compiler) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Protocol, cast
@@ -18,20 +19,25 @@ from actmem.errors import UnsupportedError
 from actmem.torchcompat import FakeTensorMode, without_fake_mode
 
 __all__ = [
+    "ColumnStyle",
     "LinkTraffic",
     "PipelineWatcher",
     "UnpinningFakeMode",
     "as_in_training",
+    "column_style",
+    "divides_tensors",
     "exchanged_rows",
     "fewer_microbatches",
     "forget_meshes",
     "held_messages",
+    "is_loss_parallel",
     "link_traffic",
     "own_chunks",
     "place_in",
     "real_meshes",
     "silent_group",
     "silent_pipelines",
+    "waited",
 ]
 
 _MAKES_MESHES = ("__init__", "_flatten", "_unflatten", "_concatenate", "from_group")
@@ -398,3 +404,80 @@ def _lifted(plain: Any) -> Any:
             return plain(*args, **kwargs)
 
     return make
+
+
+# ---------------------------------------------------------------- modules that are divided by `parallelize_module`
+
+
+def divides_tensors(hook: Any) -> bool:
+    """Return whether a module's hook is one of those with which torch divides the module over ranks."""
+    name = getattr(hook, "__qualname__", "")
+    return getattr(hook, "__module__", "") == "torch.distributed.tensor._api" and name.startswith("distribute_module.")
+
+
+class ColumnStyle(NamedTuple):
+    """How a linear layer is divided by its columns: what is done to its input and to its output."""
+
+    prepare: Callable[[Tensor], Tensor]
+    """Brings the input to where the columns are."""
+    layout: Any
+    """How the output is divided; a name, if that is not known."""
+    is_local: bool
+    """Whether the output is a plain tensor, not a DTensor."""
+
+
+def column_style(module: Any) -> ColumnStyle:
+    """Find out how a linear layer whose parameters are DTensors is called: by torch, by transformers, or as it is."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    if "forward" in vars(module):
+        return _replaced_forward(module, module.forward)
+    known: Any = ColwiseParallel
+    layout, is_local = Shard(-1), False
+    for hook in filter(divides_tensors, (*module._forward_pre_hooks.values(), *module._forward_hooks.values())):
+        style: Any = next(f for f in inspect.getclosurevars(hook).nonlocals.values() if callable(f))
+        match getattr(style, "func", style):
+            case known._prepare_input_fn:
+                pass
+            case known._prepare_output_fn:
+                (layout,), is_local = style.args
+            case other:
+                layout = other.__qualname__
+    return ColumnStyle(functools.partial(_after_hooks, module), layout, is_local)
+
+
+def _after_hooks(module: Any, given: Tensor) -> Tensor:
+    for hook in module._forward_pre_hooks.values():
+        found: Any = hook(module, (given,))
+        if found is not None:
+            given = cast("Any", found)[0] if isinstance(found, tuple) else found
+    return given
+
+
+def _replaced_forward(module: Any, forward: Any) -> ColumnStyle:
+    """Look into the function that transformers replaces a module's forward by."""
+    known: Any = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}
+    style, mesh = known.get("self"), known.get("mesh")
+    kind = f"{type(style).__module__}.{type(style).__qualname__}"
+    if kind != "transformers.distributed.tensor_parallel.ColwiseParallel":
+        return ColumnStyle(functools.partial(_after_hooks, module), getattr(forward, "__qualname__", "forward"), False)
+
+    def prepare(given: Tensor) -> Tensor:
+        (found,), _ = style.transform_inputs_pre_forward(module, (given,), {}, mesh)
+        return found
+
+    return ColumnStyle(prepare, style.output_layouts, style.use_local_output)
+
+
+def is_loss_parallel() -> bool:
+    """Return whether torch's `loss_parallel()` is active."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is None:
+        return False
+    return torch.ops.aten._log_softmax.default in cast("Any", tensors).DTensor._op_dispatcher._custom_op_handlers
+
+
+def waited(x: Tensor) -> Tensor:
+    """Return the tensor that a collective returns, when it has arrived."""
+    return cast("Any", x).trigger_wait() if hasattr(x, "trigger_wait") else x

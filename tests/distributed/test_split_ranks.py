@@ -1,22 +1,19 @@
-"""Logits and MLPs in pieces of tokens on two ranks: right under FSDP2; a head divided by vocabulary is refused."""
+"""Logits and MLPs in pieces of tokens on two ranks, under FSDP2, and beside MLPs that are divided over ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import actmem
-from actmem.errors import UnsupportedError
 from tests.distributed.ranks import NUM_RANKS, gradients, run
 
 CLASSES = 128
@@ -69,23 +66,6 @@ def _sharded(rank: int, *, outside: bool) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-8)
 
 
-def divided_by_vocabulary(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    for layout in (Replicate(), Shard(-1)):
-        built = model()
-        plan = {"lm_head": ColwiseParallel(output_layouts=layout, use_local_output=isinstance(layout, Replicate))}
-        parallelize_module(built, mesh, plan)
-        with (
-            actmem.apply(built, actmem.Full(), split=SPLIT),
-            pytest.raises(UnsupportedError, match=r"lm_head is divided over ranks \(a DTensor.*loss_parallel\(\)"),
-        ):
-            built(input_ids=ids(0))
-        logits = built(input_ids=ids(0)).logits  # as before
-        with loss_parallel():
-            loss = F.cross_entropy(logits.flatten(0, 1), ids(0).flatten())
-        assert torch.isfinite(loss.to_local() if hasattr(loss, "to_local") else loss)
-
-
 def mlps_divided_over_ranks_run_as_a_whole_with_a_note(rank: int) -> None:
     from torch.distributed.tensor.parallel import RowwiseParallel
 
@@ -110,7 +90,6 @@ def mlps_divided_over_ranks_run_as_a_whole_with_a_note(rank: int) -> None:
 CASES = (
     sharded_by_fsdp2,
     sharded_by_fsdp2_with_a_loss_of_ones_own,
-    divided_by_vocabulary,
     mlps_divided_over_ranks_run_as_a_whole_with_a_note,
 )
 

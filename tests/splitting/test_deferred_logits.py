@@ -202,6 +202,35 @@ def test_logits_are_refused_once_the_weights_have_changed() -> None:
         logits.topk(3)
 
 
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["plain", "foreach", "fused"])
+def test_logits_are_refused_after_a_step_of_their_own_optimizer_and_not_after_one_of_another(options: Any) -> None:
+    logits, _, head = deferred()
+    other = nn.Linear(2, 2)
+    other(torch.randn(1, 2)).sum().backward()
+    torch.optim.AdamW(other.parameters(), **options).step()
+    F.cross_entropy(logits.view(-1, CLASSES), torch.zeros(16, dtype=torch.long)).backward()
+    optimizer = torch.optim.AdamW(head.parameters(), **options)
+    optimizer.step()  # torch does not count the writes of a fused one
+    with pytest.raises(VersionError, match="were not kept"):
+        logits.argmax(-1)
+
+
+def test_a_head_whose_forward_was_replaced_computes_what_it_was_replaced_by() -> None:
+    results: list[list[Tensor]] = []
+    for split in (False, True):
+        torch.manual_seed(0)
+        head, hidden = nn.Linear(WIDTH, CLASSES), torch.randn(64, WIDTH, requires_grad=True)
+        plain = head.forward
+        head.forward = lambda x, plain=plain: plain(x) * 3  # as accelerate's hooks do
+        called = SplitHead(head, "lm_head", 4) if split else None
+        loss = F.cross_entropy(head(hidden), torch.arange(64) % CLASSES)
+        loss.backward()
+        assert called is None or called.deferral.in_chunks
+        results.append([loss.detach(), hidden.grad, head.weight.grad])  # pyright: ignore[reportArgumentType]
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def test_writing_in_place_beside_other_tensors_of_the_same_logits_is_refused() -> None:
     logits, _, _ = deferred()
     wide = logits.double()

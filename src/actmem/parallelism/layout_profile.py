@@ -18,6 +18,7 @@ from actmem.parallelism.rank_job import Batch, build_job
 from actmem.parallelism.stage_modules import Cut, cuts_on_rank, paths_on_rank
 from actmem.profiles import Profile
 from actmem.profiling import fake_part, profile_rank
+from actmem.settings import Split
 from actmem.structure import find_blocks
 
 __all__ = ["profile_layout"]
@@ -35,6 +36,7 @@ def profile_layout(
     blocks: str | Sequence[str] | None = None,
     routing: Routing = "balanced",
     cut: Cut | None = None,
+    split: Split | None = None,
 ) -> Profile:
     """Find out what one rank of a parallel job does in a training step, from the model and a layout.
 
@@ -55,6 +57,7 @@ def profile_layout(
         blocks: where the blocks are, as for `apply`; not for a pipeline.
         routing: what to assume of routers, as for `profile_rank`. Counts by layer are those of the whole model.
         cut: the stage on this rank, if it is not the one that the layout gives it.
+        split: what the step computes in pieces of tokens, as for `apply`; not for a pipeline.
 
     Returns:
         The profile, for `predict`, `frontier` and `fit`. The blocks of a pipeline are those of its stage.
@@ -75,6 +78,11 @@ def profile_layout(
     parts = find_parts(model)
     check_parts(parts, layout, _length(example))
     if layout.pp > 1:
+        if split is not None:
+            raise ModeError(
+                f"split = {split!r} cannot be combined with a pipeline ({layout!r}) yet: only its last stage has a "
+                "head. Omit it, or write pp=1."
+            )
         cuts = (cut,) if cut is not None else cuts_on_rank(parts, layout, layout.rank_coordinates(rank).pp)
         paths = paths_on_rank(cuts)
     else:
@@ -100,7 +108,7 @@ def profile_layout(
     with warnings.catch_warnings():
         # FSDP2 warns of in-place writes to what it returns, if that is a view. Nothing here writes to it.
         warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
-        return profile_rank(build, world=layout.world, rank=rank, blocks=paths, routing=routing)
+        return profile_rank(build, world=layout.world, rank=rank, blocks=paths, routing=routing, split=split)
 
 
 def _length(example: Batch) -> int | None:

@@ -45,6 +45,8 @@ from actmem.profiling.fake_model import Assuming
 from actmem.profiling.loops import profile_made
 from actmem.profiling.numbers import Numbers
 from actmem.profiling.pipeline_actions import PipelineActions
+from actmem.settings import Split, check_split
+from actmem.splitting import split_for_now
 from actmem.structure import check_module, condition_digest, find_blocks, fingerprint
 
 __all__ = ["profile_rank"]
@@ -60,6 +62,7 @@ def profile_rank(
     blocks: str | Sequence[str] | None = None,
     scope: Sequence[str] | None = None,
     routing: Routing = "balanced",
+    split: Split | None = None,
 ) -> Profile:
     """Find out what one rank of a parallel job does in a training step, without the other ranks.
 
@@ -78,6 +81,7 @@ def profile_rank(
         scope: the towers whose blocks to use, as for `apply`.
         routing: what to assume of routers: "balanced"; "worst", where all tokens of all ranks go to this one, as far as
             they can; `Quantile(0.99)`; or measured counts, `ExpertCounts`.
+        split: what the step computes in pieces of tokens, as for `apply`.
 
     Returns:
         The profile, for `predict`, `frontier` and `fit`.
@@ -105,6 +109,8 @@ def profile_rank(
     (12336, 3)
     """
     _check(build, world, rank, routing)
+    if split is not None:
+        check_split(split)
     mode = UnpinningFakeMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(silent_group(world, rank))
@@ -121,6 +127,7 @@ def profile_rank(
         stack.enter_context(profiled_autocast(torch.device("cpu")))
         model, step = _built(build)
         found = find_blocks(model, blocks, scope)
+        stack.enter_context(split_for_now(model, split, found))
         facts: dict[str, Any] = {
             "fingerprint": fingerprint(model, found),
             "modules": condition_digest(model),

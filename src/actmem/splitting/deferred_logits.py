@@ -38,6 +38,7 @@ from torch import Tensor
 
 from actmem.errors import UnsupportedError, VersionError
 from actmem.splitting.row_chunks import Head
+from actmem.splitting.weight_versions import WeightVersions
 from actmem.torchcompat import without_overrides, wrapper_tensor
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "RULES",
     "Deferral",
     "DeferredLogits",
+    "DividedLogits",
     "Operand",
     "RowNode",
     "count",
@@ -124,8 +126,8 @@ class DeferredLogits(Tensor):
     node: RowNode
     operands: tuple[Tensor, ...]
     """What the node needs in addition to the logits."""
-    versions: list[int]
-    """Of the head's weights, when it was called."""
+    versions: WeightVersions
+    """The head's weights, when it was called."""
     remake: Callable[[], Tensor] | None
     """How it is made of a real tensor; None for the head's output itself."""
     made: Tensor | None
@@ -148,6 +150,7 @@ class DeferredLogits(Tensor):
         node: RowNode = LOGITS,
         operands: tuple[Tensor, ...] = (),
         remake: Callable[[], Tensor] | None = None,
+        versions: WeightVersions | None = None,
     ) -> DeferredLogits:
         """Create one for a head's input."""
         needs = any(x.requires_grad for x in (hidden, *head.weights, *operands))
@@ -161,7 +164,7 @@ class DeferredLogits(Tensor):
         self.hidden, self.head, self.deferral, self.chunk_rows = hidden, head, deferral, chunk_rows
         self.node, self.operands, self.remake, self.made = node, operands, remake, None
         self.parent, self.children, self.hooks = None, [], OrderedDict()
-        self.versions = _versions(head)
+        self.versions = versions or WeightVersions(head.module, head.weights)
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -208,7 +211,7 @@ class DeferredLogits(Tensor):
             if self.remake is None:
                 self.check_weights()
                 count(self.deferral.made_real, who)
-                self.made = self.head.logits(self.hidden, self.head.weights)
+                self.made = self.head.output(self.hidden)
             else:
                 self.made = self.remake()
             for hook in self.hooks.values() if self.made.requires_grad else ():
@@ -230,7 +233,7 @@ class DeferredLogits(Tensor):
         Raises:
             VersionError: they have, so these logits are gone.
         """
-        if self.versions != _versions(self.head):
+        if self.versions.are_written():
             raise VersionError(
                 "these logits were not kept: they are computed in chunks where they are used, and the head's weights "
                 "have been written since, as by an optimizer's step. Use them before that, or apply the model without "
@@ -264,7 +267,7 @@ class DeferredLogits(Tensor):
         dtype: torch.dtype | None = None,
     ) -> DeferredLogits:
         """Return another deferred tensor on the same head. What is not said stays as it is."""
-        other = DeferredLogits(
+        other = type(self)(
             self.hidden if hidden is None else hidden,
             self.head,
             self.deferral,
@@ -273,14 +276,41 @@ class DeferredLogits(Tensor):
             node=node or self.node,
             operands=self.operands if operands is None else operands,
             remake=remake,
+            versions=self.versions,
         )
-        other.versions, other.parent = self.versions, self
+        other.parent = self
         self.children.append(weakref.ref(other))
         return other
 
 
-def _versions(head: Head) -> list[int]:
-    return [w._version for w in head.weights]
+class DividedLogits(DeferredLogits):
+    """Deferred logits of a head that returns a DTensor. See NOTE [ Classes over ranks ]."""
+
+    @property
+    def device_mesh(self) -> Any:
+        """The ranks that its classes are divided over."""
+        return self._shards.mesh
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """How they are divided."""
+        return self._shards.placements(self.dim())
+
+    def to_local(self, **options: Any) -> Tensor:
+        """Return this rank's part of the tensor, which is made."""
+        return cast("Any", self.whole("to_local")).to_local(**options)
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """Return the whole tensor, which is made."""
+        return cast("Any", self.whole("full_tensor")).full_tensor(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> Tensor:
+        """Return the tensor, which is made, in another layout."""
+        return cast("Any", self.whole("redistribute")).redistribute(*args, **options)
+
+    @property
+    def _shards(self) -> Any:
+        return self.head.shards
 
 
 def _deferred(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DeferredLogits]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from actmem.compilercompat import has_hooks
+from actmem.distributedcompat import divides_tensors
 from actmem.errors import ModeError, UnsupportedError
 from actmem.ops import did_you_mean
 from actmem.settings import Split
-from actmem.splitting.deferred_logits import Deferral, DeferredLogits
+from actmem.splitting.class_shards import find_shards, is_plain_linear
+from actmem.splitting.deferred_logits import Deferral, DeferredLogits, DividedLogits
 from actmem.splitting.module_calls import SplitCall
 from actmem.splitting.row_chunks import Head
 from actmem.structure import find_head
@@ -33,19 +36,20 @@ class SplitHead(SplitCall):
         """Return deferred logits, if the head is called with hidden states alone and a gradient is wanted.
 
         Raises:
-            UnsupportedError: the head is divided over ranks; or sums are to keep their order, and its weights take a
-                gradient.
+            UnsupportedError: the head is divided over ranks in a way that is not known; or sums are to keep their
+                order, and its weights take a gradient.
         """
         hidden = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(hidden, Tensor):
             return self.whole(args, kwargs)
-        head, deferral = _head(self.module), self.deferral
-        if hidden.numel() == 0 or not any(x.requires_grad for x in (hidden, *head.weights)):
+        deferral = self.deferral
+        if hidden.numel() == 0 or not any(x.requires_grad for x in (hidden, *self.module.parameters())):
             return self.whole(args, kwargs)
+        head, hidden = _head(self.module, hidden, self.path)
         num_rows = hidden.numel() // hidden.shape[-1]
         if num_rows < deferral.num_chunks:
             deferral.few_rows = num_rows
-            return self.whole(args, kwargs)
+            return self.whole(args, kwargs) if head.shards is None else head.output(hidden)
         if deferral.exact and any(w.requires_grad for w in head.weights):
             raise UnsupportedError(
                 f"exact = True: {self.path or 'the head'} takes a gradient, which is a sum over tokens, and in chunks "
@@ -54,19 +58,12 @@ class SplitHead(SplitCall):
             )
         deferral.num_deferred += 1
         hidden, head = _cast(hidden, head)
-        return DeferredLogits(hidden, head, deferral, -(-num_rows // deferral.num_chunks), dtype=hidden.dtype)
+        kind = DividedLogits if head.shards is not None and head.shards.is_dtensor else DeferredLogits
+        return kind(hidden, head, deferral, -(-num_rows // deferral.num_chunks), dtype=hidden.dtype)
 
     def is_hooked(self) -> bool:
-        """Whether hooks run when the head is called. A head that is divided by vocabulary is refused."""
-        divided = next((p for p in self.module.parameters() if hasattr(p, "device_mesh")), None)
-        if divided is not None:
-            how = getattr(divided, "placements", "a mesh")
-            raise UnsupportedError(
-                f"{self.path or 'the head'} is divided over ranks (a DTensor, {how}), and its logits cannot be "
-                "computed in chunks: each rank has a part of the classes. Leave split out, and use torch's own "
-                "torch.distributed.tensor.parallel.loss_parallel(); or keep the head whole on every rank."
-            )
-        return super().is_hooked()
+        """Whether hooks run when the head is called, other than those with which torch divides it over ranks."""
+        return has_hooks(self.module, besides=divides_tensors)
 
     def copied_to(self, module: nn.Module) -> SplitHead:
         """Split a copy of the head in the same way."""
@@ -107,11 +104,16 @@ def _cast(hidden: Tensor, head: Head) -> tuple[Tensor, Head]:
     return hidden.to(dtype), replace(head, weights=tuple(w.to(dtype) for w in head.weights))
 
 
-def _head(module: nn.Module) -> Head:
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        weights: list[Tensor | None] = [module.weight, module.bias]
-        return Head(module, tuple(w for w in weights if w is not None), is_linear=True)
-    return Head(module, tuple(p for p in module.parameters() if p.requires_grad), is_linear=False)
+def _head(module: nn.Module, hidden: Tensor, path: str) -> tuple[Head, Tensor]:
+    """Return how a head computes its output, and the hidden states that it does so with."""
+    if any(hasattr(p, "device_mesh") for p in module.parameters()):
+        shards, hidden = find_shards(module, hidden, path)
+        parts: tuple[Any, ...] = tuple(module.parameters())
+        return Head(module, tuple(p.to_local() for p in parts), is_linear=True, shards=shards), hidden
+    if is_plain_linear(module):
+        weights: list[Tensor | None] = [cast("nn.Linear", module).weight, cast("nn.Linear", module).bias]
+        return Head(module, tuple(w for w in weights if w is not None), is_linear=True), hidden
+    return Head(module, tuple(p for p in module.parameters() if p.requires_grad), is_linear=False), hidden
 
 
 def split_head(model: nn.Module, split: Split) -> SplitHead:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from actmem.splitting.class_shards import ClassShards, LossParallel
+
 __all__ = ["Formula", "Head", "row_values", "scalar_sum"]
 
 Formula = Callable[[Tensor, Sequence[Tensor]], Tensor]
@@ -32,14 +34,26 @@ class Head:
     weights: tuple[Tensor, ...]
     """The parameters: of a plain linear layer its weight and bias, otherwise all that need a gradient."""
     is_linear: bool
+    shards: ClassShards | None = None
+    """How its classes are divided over ranks. Then the weights are those of this rank's classes."""
 
     @property
     def num_classes(self) -> int:
-        """The length of a row of logits."""
+        """The length of a row of the head's output."""
+        if self.shards is not None:
+            return self.shards.row_length or len(self.weights[0])
         return int(self.module.out_features)  # pyright: ignore[reportArgumentType] # heads have one
 
+    def output(self, hidden: Tensor) -> Tensor:
+        """Compute what the head returns."""
+        return self.rows(self.logits(hidden, self.weights))
+
+    def rows(self, logits: Tensor) -> Tensor:
+        """Return rows of logits as the head does: those of all ranks' classes, if they are divided."""
+        return logits if self.shards is None else self.shards.rows(logits)
+
     def logits(self, hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Compute rows of logits."""
+        """Compute rows of logits: of this rank's classes, if they are divided."""
         if self.is_linear:
             return functional.linear(hidden, *weights)
         return self.module.forward(hidden)
@@ -138,7 +152,7 @@ class _RowValues(torch.autograd.Function):
     ) -> Tensor:
         weights, operands = rest[:num_weights], rest[num_weights:]
         ctx.head, ctx.formula, ctx.chunk_rows, ctx.num_weights = head, formula, chunk_rows, num_weights
-        ctx.around = _Around(hidden.device.type)
+        ctx.around, ctx.loss_parallel = _Around(hidden.device.type), LossParallel()
         ctx.save_for_backward(hidden, *rest)
         values: Tensor | None = None
         for rows in _bounds(len(hidden), chunk_rows):
@@ -164,12 +178,13 @@ class _RowValues(torch.autograd.Function):
         for rows in _bounds(len(hidden), ctx.chunk_rows):
             chunk = hidden[rows].detach().requires_grad_(needs[0])
             beside = [x[rows].detach().requires_grad_(need) for x, need in zip(operands, needed, strict=True)]
-            with torch.enable_grad(), ctx.around.again():
-                logits = _with_graph(head, chunk, weights)
-                leaf = logits.detach().requires_grad_()
-                value = ctx.formula(leaf, beside)
-            wanted = [leaf, *(x for x in beside if x.requires_grad)]
-            found = _gradients(value, wanted, given[rows])
+            with ctx.loss_parallel.again():
+                with torch.enable_grad(), ctx.around.again():
+                    logits = _with_graph(head, chunk, weights)
+                    leaf = logits.detach().requires_grad_()
+                    value = ctx.formula(leaf, beside)
+                wanted = [leaf, *(x for x in beside if x.requires_grad)]
+                found = _gradients(value, wanted, given[rows])
             of_logits = found.pop(0)
             for other in others:
                 if other is not None and (part := found.pop(0)) is not None:

@@ -14,12 +14,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
+from actmem.distributedcompat import is_loss_parallel
 from actmem.errors import UnsupportedError
+from actmem.splitting.class_shards import as_plain
 from actmem.splitting.deferred_logits import (
     LOGITS,
     METADATA,
     RULES,
     DeferredLogits,
+    DividedLogits,
     Operand,
     RowNode,
     count,
@@ -204,8 +207,8 @@ class _Notes:
 def _noted(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Note an operator whose result has a row of the same length for each row."""
     notes = _Notes(func, args, kwargs)
-    if not notes.can_be:
-        return NotImplemented
+    if not notes.can_be or (notes.operands and isinstance(notes.first, DividedLogits)):
+        return NotImplemented  # DTensors go with no plain tensors
     one = notes.probe()
     if not isinstance(one, Tensor) or one.shape != (1, notes.first.shape[-1]) or not one.is_meta:
         return NotImplemented
@@ -225,14 +228,14 @@ def _reduced(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute a value, or a few, for each row."""
     along = _with_last(args, kwargs)
     notes = None if along is None else _Notes(func, *along)
-    if notes is None or not notes.can_be:
-        return NotImplemented
-    x, node = notes.first, notes.node
+    if notes is None or not notes.can_be or isinstance(notes.first, DividedLogits):
+        return NotImplemented  # how torch would divide the values of a DTensor is not known
+    x, node, head = notes.first, notes.node, notes.first.head
     x.check_weights()
     count(x.deferral.in_chunks, name_of(func))
     found = row_values(
         x.head,
-        lambda logits, operands: node.at(logits, operands, {}),
+        lambda logits, operands: node.at(head.rows(logits), operands, {}),
         x.chunk_rows,
         _rows(x.hidden),
         [_rows(o) for o in notes.operands],
@@ -263,7 +266,8 @@ def _loss(func: Func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     x.check_weights()
     count(x.deferral.in_chunks, name_of(func))
-    return x.with_hooks(_loss_in_chunks(func, x, target, weight, given))
+    found = _loss_in_chunks(func, x, target, weight, given)
+    return x.with_hooks(found if x.head.shards is None else x.head.shards.value(found))
 
 
 def _loss_in_chunks(
@@ -277,17 +281,24 @@ def _loss_in_chunks(
             f"exact = True: {name_of(func)} with class weights or label smoothing adds up its rows in an order that "
             "cannot be kept in chunks. Leave exact=True out of the Split."
         )
+    by_class = isinstance(x, DividedLogits) and is_loss_parallel()
+    if smoothing != 0.0 and by_class:
+        raise UnsupportedError(
+            f"label_smoothing = {smoothing} is not permitted under torch's loss_parallel(), which computes no gradient "
+            "for it. Omit it, or have the logits gathered, in chunks: ColwiseParallel(output_layouts=Replicate()) for "
+            "the head, and no loss_parallel()."
+        )
     in_forward = x.deferral.gradients == "forward" and not exact
     if in_forward and func is functional.cross_entropy and smoothing == 0.0 and _torch_can(x):
         return _by_torch(x, target, weight, reduction, ignored)
     more = {"label_smoothing": smoothing} if func is functional.cross_entropy else {}
-    node = x.node
+    node, head = x.node, x.head
     dtypes: list[torch.dtype] = []  # autocast decides
 
     def each(logits: Tensor, operands: Sequence[Tensor]) -> Tensor:
         *beside, chosen = operands
-        rows = node.at(logits, beside, {})
-        values = func(rows, chosen.reshape(-1), weight=weight, ignore_index=ignored, reduction="none", **more)
+        rows = node.at(head.rows(logits), beside, {})
+        values = as_plain(func(rows, chosen.reshape(-1), weight=weight, ignore_index=ignored, reduction="none", **more))
         dtypes.append(values.dtype)
         return values
 
@@ -296,21 +307,23 @@ def _loss_in_chunks(
         return row_values(x.head, each, x.chunk_rows, x.hidden, operands)
     if not in_forward:
         values = row_values(x.head, each, x.chunk_rows, x.hidden, operands)
-        if weight is None:  # torch's own sum over rows: in its order
-            chosen = torch.where(target != ignored, 0, -100)
+        if weight is None and not by_class:  # torch's own sum over rows: in its order
+            chosen = torch.where(as_plain(target) != ignored, 0, -100)
             return functional.nll_loss(-values.unsqueeze(1), chosen, ignore_index=-100, reduction=reduction)
-        found = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
+        found = values.sum(dtype=values.dtype if exact else torch.promote_types(values.dtype, torch.float32))
     else:
         found = scalar_sum(x.head, each, x.chunk_rows, x.hidden, operands)
     if reduction == "mean":
+        target, weight = as_plain(target), as_plain(weight)
         valid = target != ignored
-        found = found / (valid.sum() if weight is None else (weight[target.where(valid, 0)] * valid).sum())
+        count_of = valid.sum() if weight is None else (weight[target.where(valid, 0)] * valid).sum()
+        found = found / count_of.to(found.dtype)
     return found.to(dtypes[0])
 
 
 def _torch_can(x: DeferredLogits) -> bool:
     """Whether torch's own chunked loss does the job: for a plain linear layer, in full precision."""
-    if x.node is not LOGITS or not x.head.is_linear:
+    if x.node is not LOGITS or not x.head.is_linear or x.head.shards is not None:
         return False
     return x.dtype in (torch.float32, torch.float64) and x.head.weights[0].dtype == x.hidden.dtype == x.dtype
 
