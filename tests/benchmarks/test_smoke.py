@@ -203,7 +203,8 @@ PLANNED = plan.Scale(dim=32, ffn=64, batch=1, length=32, vocab=64, num_layers=(2
 
 @pytest.mark.parametrize("name", ["Llama-like, 2 layers", pytest.param("MoE", marks=pytest.mark.slow)])
 def test_plans_keep_their_budget_to_the_byte_and_replay_less_than_torch(name: str) -> None:
-    outcome = plan.run(PLANNED, num_budgets=3, num_repetitions=1, fractions=(), large=(), more_layers=(), only=(name,))
+    none: Any = {"fractions": (), "large": (), "hard": (), "more_layers": ()}
+    outcome = plan.run(PLANNED, num_budgets=3, num_repetitions=1, only=(name,), **none)
     assert not [bound for bound in outcome.bounds if not bound.kept and "time / torch's" not in bound.name]
     assert sum(bound.exact for bound in outcome.bounds) == 8
     rows = [outcome.exact[f"{name}, budget {nth} of 2"] for nth in range(3)]
@@ -258,6 +259,13 @@ def test_a_large_model_is_planned_between_the_smallest_and_the_plain_peak() -> N
     assert 0 < figures["solver_s"] < figures["total_s"] and figures["profile_s"] < figures["total_s"]
 
 
+def test_a_large_model_is_planned_at_its_smallest_peak() -> None:
+    large = plan.Large("llama-3.1-8b", 64, num_layers=2)
+    midway, least = plan.planned(large), plan.planned(replace(large, at_least=True))
+    assert least["budget_gib"] < midway["budget_gib"] and least["predicted_time"] > midway["predicted_time"]
+    assert 0 < least["solver_processor_s"] < least["processor_s"] > least["profile_processor_s"] > 0
+
+
 def test_a_job_of_more_ranks_is_planned_from_as_much() -> None:
     outcome = jobs.run([jobs.Job("llama-3.1-8b", 2, 2, num, "64GiB", 256, num_layers=2) for num in (64, 4)])
     many, few = outcome.exact.values()
@@ -272,8 +280,9 @@ def test_planning_is_timed_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPat
     few, many = (plan.Large("llama-3.1-8b", 64, num_layers=num) for num in (2, 4))
     outcome = Outcome("plan", {})
     plan._fast(outcome, few)
+    plan._hard(outcome, replace(few, at_least=True), 9.0)
     plan._layers(outcome, (few, many))
-    assert [bound.limit for bound in outcome.bounds] == [10, 1, 2, 0.005, 1.25]
+    assert [bound.limit for bound in outcome.bounds] == [10, 1, 2, 0.005, 9.0, 0.005, 1.25]
     assert not any(bound.exact for bound in outcome.bounds)
 
 

@@ -13,7 +13,9 @@ from torch import nn
 
 from actmem.decisions import Decision
 from actmem.log_entries import OperatorEntry, OpRan
+from actmem.planner.search import Search
 from actmem.planner.solver import Link, really_kept, smallest_peak, solve
+from actmem.planner.work import Work
 from actmem.profiles import Profile
 from actmem.profiling.step_profile import profile as make_profile
 from actmem.simulation.flight import InFlight
@@ -232,6 +234,48 @@ def test_equal_layers_are_planned_once(name: str, num_layers: int) -> None:
     profile, seconds, _ = profiled(name)
     line = Timeline(profile, seconds)
     assert [len(family.layers) for family in line.families] == [num_layers]
+
+
+def _many_columns(num_columns: int) -> Search:
+    """A search in which every layer is a group of its own, with so many columns."""
+    profile, seconds, step_seconds = profiled("llama-12")
+    search = Search(profile, seconds, step_seconds=step_seconds, work=Work())
+    search.step.apart = True
+    search.step.regroup()
+    search.seed(())
+    problem = search.step.problems[0]
+    for number in range(num_columns - 2):
+        again = frozenset(u for u in range(len(problem.units)) if number >> u & 1)
+        search.step.add(0, problem.keep(again))
+    return search
+
+
+def test_layers_are_not_mixed_in_whole_numbers_where_that_takes_many_times_what_is_allowed() -> None:
+    search = _many_columns(120)  # for each of 12 layers
+    assert not search.step.solve(1e12, whole=True, allowance=4_000).counts
+    assert search.work.done == 0
+    assert search.step.solve(1e12, whole=True, allowance=100_000).counts
+
+
+def test_a_mix_that_cannot_fit_is_not_searched_for() -> None:
+    search = _many_columns(40)
+    least = search.line.floor_peak_bytes
+    search.cut(search.everywhere(Decision.SAVE), least)
+    assert search.step.rows
+    assert not search.step.solve(least // 2, whole=True, over_price=1.0, allowance=4_000).counts
+    assert search.work.done < 100
+    assert search.step.solve(least // 2, over_price=1.0).over_bytes > 0.5  # a blend says how far it is from fitting
+
+
+def test_neighbours_are_added_up_to_a_number() -> None:
+    search = _many_columns(2)
+    search.add(search.everywhere(Decision.RECOMPUTE))
+    num_units = len(search.step.problems[0].units)
+    assert 1 < num_units < 100
+    for _ in range(200):
+        search.add_neighbours(search.step.pools[0][:12])
+        search.add_neighbours(search.step.pools[0][-12:])
+    assert len(search.step.pools[0]) == 1_000
 
 
 @pytest.mark.parametrize("above", [0, 0.002])

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from actmem.measuring.ledger import (
         ByteLedger,
         Entry,
+        device_of,
         is_foreign,
         state_tensors,
         storages_of,
@@ -39,6 +40,7 @@ __all__ = [
     "Sample",
     "called_from_python",
     "current_task",
+    "device_of",
     "flop_formula",
     "is_foreign",
     "is_listed",
@@ -59,7 +61,8 @@ __getattr__, __dir__ = on_first_use(
         "actmem.measuring.allocations": "number_bytes workspace_bytes",
         "actmem.measuring.flops": "Formula flop_formula",
         "actmem.measuring.inplace_formulas": "Formulas called_from_python is_listed watches",
-        "actmem.measuring.ledger": "ByteLedger Entry is_foreign state_tensors storages_of tensors_in watching_resizes",
+        "actmem.measuring.ledger": "ByteLedger Entry device_of is_foreign state_tensors storages_of tensors_in "
+        "watching_resizes",
         "actmem.measuring.machine": "measure_machine",
         "actmem.measuring.measurement": "CATEGORIES PHASES AllocatorCheck Measurement PeakOp Sample",
         "actmem.measuring.meter": "measure",

@@ -33,12 +33,13 @@ from typing import Any, cast
 
 import torch
 
-from actmem.torchcompat import has_storage, is_traceable_wrapper_subclass, without_dispatch_modes
+from actmem.torchcompat import FakeTensor, has_storage, is_traceable_wrapper_subclass, without_dispatch_modes
 
 __all__ = [
     "Account",
     "ByteLedger",
     "Entry",
+    "device_of",
     "is_foreign",
     "state_tensors",
     "storages_of",
@@ -47,6 +48,11 @@ __all__ = [
 ]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Return the device of a tensor. A fake one says it itself: to torch it is an operator, which every mode sees."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 def storages_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
@@ -160,7 +166,7 @@ class ByteLedger:
         """Count a tensor of the model or the optimizer. The first role of a storage stays."""
         for storage in storages_of(tensor):
             if id(storage) not in self._live:
-                self._open(storage, tensor.device).role = role
+                self._open(storage, device_of(tensor)).role = role
 
     def begin(self) -> None:
         """Treat what is counted so far as the state before the step."""
@@ -174,7 +180,7 @@ class ByteLedger:
         for storage in storages_of(tensor):
             entry = self._live.get(id(storage))
             if entry is None:
-                self._open(storage, tensor.device, external=True)
+                self._open(storage, device_of(tensor), external=True)
             else:
                 self._settle(entry, storage)
 
@@ -183,7 +189,7 @@ class ByteLedger:
         for storage in storages_of(tensor):
             entry = self._live.get(id(storage))
             if entry is None:
-                entry = self._open(storage, tensor.device)
+                entry = self._open(storage, device_of(tensor))
                 entry.maker, entry.held_by_python = maker, held_by_python
             else:
                 self._settle(entry, storage)

@@ -15,6 +15,8 @@ __all__ = ["Outcome", "Program"]
 _INFINITY = float("inf")
 _MOST = 500_000
 """Simplex iterations that no integer search goes far beyond."""
+_WIDE = 500
+"""Columns from which a linear program is solved as it is: to simplify it would take longer than to solve it."""
 _OPTIONS: dict[str, Any] = {
     "output_flag": False,
     # One thread, a fixed seed and limits in nodes: the same program has the same solution on every machine.
@@ -104,6 +106,8 @@ class Program:
         highs.setOptionValue("time_limit", max(0.01, work.seconds_left))
         highs.setOptionValue("mip_max_nodes", nodes_for(allowance, len(self._cost) + len(self._row_lower)))
         highs.setOptionValue("mip_abs_gap", max(1e-7, near))
+        if not whole and len(self._cost) >= _WIDE:
+            highs.setOptionValue("presolve", "off")
         highs.passModel(self._model(whole))
         highs.run()
         info, solution, status = highs.getInfo(), highs.getSolution(), highs.getModelStatus()

@@ -34,6 +34,13 @@ __all__ = ["Joined", "Mix", "Moment", "Step", "join"]
 
 Floats = npt.NDArray[np.float64]
 
+_SMALL = 250
+"""Beyond this many columns and rows, an integer program must fit: to find the best mix that does not takes long, and
+nothing is done with it."""
+_LARGE, _OF_A_PART = 1_000, 40
+"""An integer program with more columns and rows than the first, and than its allowance over the second, is not tried:
+HiGHS is limited in nodes, and the first of them alone takes many times the allowance."""
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -164,8 +171,12 @@ class Step:
             whole: whether a layer follows one column, or may follow a blend.
             over_price: seconds for each byte above the budget.
             near: accept this many seconds, or bytes, above the minimum.
-            allowance: for integer solutions, about how many simplex iterations it may take.
+            allowance: for integer solutions, about how many simplex iterations it may take. Where that is too little
+                even to begin, nothing is found.
         """
+        num_parts = sum(len(self.pools[group.family]) + 1 for group in self.groups) + len(self.rows)
+        if whole and num_parts > max(_LARGE, allowance // _OF_A_PART):
+            return Mix([], float("inf"), [], float("inf"))
         program = Program()
         unit = max(1.0, max((self.base_bytes(m) for m in self.rows), default=1) / 1e4)
         worst = max((e.seconds for pool in self.pools for e in pool), default=0.0)
@@ -175,7 +186,10 @@ class Step:
             pool = self.pools[group.family]
             costs = [0.0 if budget_bytes is None else e.seconds * scale for e in pool]
             columns.append([program.column(c, upper=float(len(group.layers)), whole=whole) for c in costs])
-        over = program.column(1.0 if budget_bytes is None else over_price * scale * unit)
+        must_fit = whole and budget_bytes is not None and num_parts > _SMALL
+        over = program.column(
+            1.0 if budget_bytes is None else over_price * scale * unit, upper=0.0 if must_fit else float("inf")
+        )
         for g, group in enumerate(self.groups):
             program.row(dict.fromkeys(columns[g], 1.0), lower=len(group.layers), upper=len(group.layers))
         stalls = self._add_link(program, columns, scale) if budget_bytes is not None else 0

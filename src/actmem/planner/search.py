@@ -20,6 +20,8 @@ _FEW = 512
 """Up to this many sets of decisions, all are tried."""
 _SMALL = 200
 """Up to this many units, all layers are also put into one program."""
+_MANY = 1_000
+"""With this many columns, no neighbours are added: each takes an emulation, and each pair of them a comparison."""
 
 
 class Search:
@@ -154,6 +156,8 @@ class Search:
         for f, kept in used:
             for unit in step.problems[f].units[:100]:
                 for other in others:
+                    if sum(map(len, step.pools)) >= _MANY:
+                        return
                     keep = list(kept)
                     keep[unit.calls[-1]] = other
                     step.add(f, keep)

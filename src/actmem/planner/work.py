@@ -3,8 +3,9 @@
 NOTE [ Work, not seconds ]
 The same profile and the same budget give the same plan, on a fast machine and on a busy one. So what a search may spend
 is counted, not timed: in simplex iterations of HiGHS, and what comes with them. HiGHS cannot limit an integer search by
-iterations, only by nodes, so an allowance is divided by what a node takes on average. HiGHS itself runs on
-one thread and with a fixed seed, and is then deterministic.
+iterations, only by nodes, so an allowance is divided by what a node takes on average, and a mix of layers that is so
+large that its first node takes many times the allowance is not tried. HiGHS itself runs on one thread and with a fixed
+seed, and is then deterministic.
 
 The clock is read in one place, here, for `time_limit`: an emergency brake. Once it has passed, the search returns the
 best plan so far, and `stopped` says so wherever the plan is shown. A search that it did not stop never depended on it.

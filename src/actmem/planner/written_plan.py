@@ -10,7 +10,7 @@ from actmem.planner.rules_writer import ANY, loosened, write_rules
 from actmem.planner.solver import Followed, Keeps
 from actmem.profiles import Profile
 from actmem.settings import Offload
-from actmem.simulation import Simulated, decisions, follow, simulate
+from actmem.simulation import Simulated, follow, ruling, simulate
 
 __all__ = ["write_plan"]
 
@@ -47,10 +47,10 @@ def write_plan(
             exact=True,
             collectives="recompute" if profile.decides_collectives else "save",
         )
-        said = decisions(profile, plan)
-        if not _is_said(profile, wanted, said):
+        said = ruling(profile, plan)
+        if not _is_said(profile, wanted, said.keeps):
             continue  # calls of one block with different needs: rules are for blocks
-        found = follow(profile, plan, keeps=said)
+        found = follow(profile, plan, said=said)
         written.append((plan, found))
         # What nothing depends on may matter after all where operators write to each other's results.
         if found.peak_bytes <= target_bytes and found.replayed == followed.replayed:

@@ -34,10 +34,11 @@ from torch import Tensor, nn
 
 from actmem.engine import has_bytes, put_together, take_apart
 from actmem.log_entries import Entered, Entry, LayerEntry, Left, OpRan, StorageDied, Unpacked
-from actmem.measuring import storages_of
+from actmem.measuring import device_of, storages_of
 from actmem.profiles import Layer
 from actmem.profiling.chronicle import Accumulated, Allocated, BackwardBegan, BackwardEnded, Chronicle, Freed
 from actmem.profiling.reads import Reads
+from actmem.structure import named_modules
 from actmem.torchcompat import FakeTensor, active_fake_mode, without_dispatch_modes
 
 __all__ = ["Skipped", "Template", "expand", "identity", "numbers_of", "signature", "skip"]
@@ -48,7 +49,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 def identity(block: nn.Module, kind: str) -> Any:
     """Return a key that is equal for blocks that may do the same: only a run shows what else matters."""
     found: list[Any] = [kind]
-    for module in block.modules():
+    for _, module in named_modules(block):
         held = vars(module)
         found.append(vars(type(module)).get("_actmem_original", type(module)))
         found.append([(n, x) for n, x in held.items() if isinstance(x, _PLAIN) and type(x) is not int])
@@ -222,7 +223,7 @@ class _Noting:
 
 class _Geometry:
     def __init__(self, x: Tensor) -> None:
-        self.size, self.stride, self.dtype, self.device = x.size(), x.stride(), x.dtype, x.device
+        self.size, self.stride, self.dtype, self.device = x.size(), x.stride(), x.dtype, device_of(x)
         self.requires_grad = x.requires_grad
 
 

@@ -32,7 +32,7 @@ from actmem.profiling.complaints import as_plain, for_real
 from actmem.profiling.layouts import LAYOUTS
 from actmem.profiling.router_choice import EXCHANGES, RouterChoice
 from actmem.splitting import carry_split
-from actmem.structure import buffers_of, parameters_of
+from actmem.structure import buffers_of, named_modules, parameters_of
 from actmem.torchcompat import (
     FakeTensor,
     TorchDispatchMode,
@@ -77,7 +77,7 @@ def fake_copy(
             memo[id(first)] = copy.deepcopy(first, memo)
         memo[id(other)] = memo[id(first)]
     copied = copy.deepcopy(model, memo)
-    rebind(copied, {id(m): memo[id(m)] for m in model.modules() if isinstance(memo.get(id(m)), nn.Module)})
+    rebind(copied, {id(m): memo[id(m)] for _, m in named_modules(model) if isinstance(memo.get(id(m)), nn.Module)})
     carry_split(model, copied)
     return copied
 
@@ -89,7 +89,7 @@ def fake_part(part: nn.Module) -> nn.Module:
 
 def refuse_recurrent(model: nn.Module) -> None:
     """Refuse a model whose memory a fake step does not fully show."""
-    if any(isinstance(m, nn.RNNBase) for m in model.modules()):
+    if any(isinstance(m, nn.RNNBase) for _, m in named_modules(model)):
         raise UnsupportedError(
             "the model has a recurrent layer of torch.nn, whose fused kernel keeps a workspace that no fake tensor "
             f"shows. Profile a real step: {for_real()}."

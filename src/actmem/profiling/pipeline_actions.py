@@ -82,7 +82,7 @@ def actions_in(log: list[Entry]) -> tuple[list[Entry], tuple[Action, ...]]:
     >>> actions_in([_Began("forward", 1, 0), Allocated(0, 8), StorageDied(3), _Ended(), _Sent("forward", 1, 0, 4)])
     ([Allocated(storage=0, num_bytes=8), StorageDied(storage=3)], (Action(kind='forward', stage=1, microbatch=0, begin=0, end=1, sent_bytes=4),))
     """  # noqa: E501  # a doctest output does not wrap
-    if not any(type(entry) in _MARKS for entry in log):
+    if _MARKS.isdisjoint(map(type, log)):
         return log, ()
     rest: list[Entry] = []
     found: list[Action] = []

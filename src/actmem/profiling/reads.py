@@ -29,6 +29,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from actmem.measuring import device_of
 from actmem.structure import named_modules
 from actmem.torchcompat import FakeTensor, without_dispatch_modes
 
@@ -71,6 +72,8 @@ class Reads:
         self._changed: frozenset[tuple[int, str]] = frozenset()
         self._fixed: dict[tuple[int, str], Any] = {}
         """Of these, what cannot change itself, only be replaced: plain values, and modules of the block."""
+        self._hollow: dict[tuple[int, str], type] = {}
+        """Of these, the hooks that are not there: half of all that is read."""
         self._first: nn.Module | None = None
         """The block of the model itself that was compared last, and its modules: many are compared with it."""
         self._modules_of_first: list[nn.Module] = []
@@ -86,11 +89,16 @@ class Reads:
 
     def close(self) -> None:
         """Note what the attributes hold when the block has ended."""
-        self._after = self._now()
-        for at, name in self._after:
-            found = _lookup(self._modules[at], name)[0]
+        image = _Image(self.index)
+        for place in self._before:
+            if place == _FORWARD:
+                continue
+            found, is_state = _lookup(self._modules[place[0]], place[1])
+            self._after[place] = image.of(found, is_state=is_state)
             if isinstance(found, PLAIN) or id(found) in self.index:
-                self._fixed[at, name] = found
+                self._fixed[place] = found
+            elif _is_hollow(found):
+                self._hollow[place] = type(found)
         self._changed = frozenset(place for place, seen in self._after.items() if self._before[place] != seen)
 
     @property
@@ -98,17 +106,17 @@ class Reads:
         """Whether the block changed something that it had read: its next call may behave differently."""
         return bool(self._changed)
 
-    def _now(self) -> dict[tuple[int, str], Any]:
-        """Return what the attributes hold. Where the same thing is that was there, its image is the one from then."""
-        image, modules, fixed, after = _Image(self.index), self._modules, self._fixed, self._after
-        now: dict[tuple[int, str], Any] = {}
-        for place in self._before:
-            if place == _FORWARD:
+    def _is_as_left(self) -> bool:
+        """Return whether the attributes hold what they did when the block had ended."""
+        image, helds, fixed, hollow = _Image(self.index), [_held(m) for m in self._modules], self._fixed, self._hollow
+        for place, seen in self._after.items():
+            at, name = place
+            found, is_state = (helds[at][name], False) if name in helds[at] else _lookup(self._modules[at], name)
+            if (place in fixed and fixed[place] is found) or (hollow.get(place) is type(found) and not found):
                 continue
-            found, is_state = _lookup(modules[place[0]], place[1])
-            same = place in fixed and fixed[place] is found
-            now[place] = after[place] if same else image.of(found, is_state=is_state)
-        return now
+            if image.of(found, is_state=is_state) != seen:
+                return False
+        return True
 
     def hold_for(self, first: nn.Module, other: nn.Module) -> bool:
         """Return whether `other` holds what `first` does wherever this block read, and nothing of it has changed since.
@@ -117,7 +125,7 @@ class Reads:
             first: the block of the model itself.
             other: another one, of the same structure.
         """
-        if self._after != self._now():
+        if not self._is_as_left():
             return False
         if first is other:
             return True
@@ -125,15 +133,21 @@ class Reads:
             self._first, self._modules_of_first = first, _modules(first)
         ours, theirs = self._modules_of_first, _modules(other)
         images = [_Image({id(module): i for i, module in enumerate(modules)}) for modules in (ours, theirs)]
-        for at, name in self._before:
-            a, b = _lookup(ours[at], name), _lookup(theirs[at], name)
-            if type(a[0]) in _HOOKS and type(a[0]) is type(b[0]) and not a[0] and not b[0]:
-                continue
-            if a[0] is b[0]:
-                if (at, name) in self._changed and not isinstance(a[0], PLAIN):
+        helds = [(_held(mine), _held(its)) for mine, its in zip(ours, theirs, strict=True)]
+        for place in self._before:  # a block reads a hundred attributes, and a large model has a hundred blocks
+            at, name = place
+            mine, its = helds[at]
+            if name in mine and name in its:
+                a, b, is_state, is_its_state = mine[name], its[name], False, False
+                if type(a) in _HOOKS and type(a) is type(b) and not a and not b:
+                    continue
+            else:
+                (a, is_state), (b, is_its_state) = _lookup(ours[at], name), _lookup(theirs[at], name)
+            if a is b:
+                if place in self._changed and not isinstance(a, PLAIN):
                     return False  # the first block left something in it for the other to find
                 continue
-            if images[0].of(a[0], is_state=a[1]) != images[1].of(b[0], is_state=b[1]):
+            if images[0].of(a, is_state=is_state) != images[1].of(b, is_state=is_its_state):
                 return False
         return True
 
@@ -174,6 +188,11 @@ def _held(module: nn.Module) -> dict[str, Any]:
     return object.__getattribute__(module, _EVERYTHING)
 
 
+def _is_hollow(thing: Any) -> bool:
+    """Return whether a thing is a dict with nothing in it, as hooks are that are not there."""
+    return type(thing) in _HOOKS and not thing
+
+
 def _modules(block: nn.Module) -> list[nn.Module]:
     return [module for _, module in named_modules(block)]
 
@@ -186,11 +205,13 @@ def _lookup(module: nn.Module, name: str) -> tuple[Any, bool]:
     if name == _EVERYTHING:
         return {k: v for k, v in held.items() if k not in _STORES}, False
     for store in _STORES:
-        if name in held.get(store, ()):
-            return held[store][name], store in _STATE
+        stored = held.get(store)
+        if stored and name in stored:
+            return stored[name], store in _STATE
     for kind in type(module).__mro__:
-        if name in vars(kind):
-            return vars(kind)[name], False
+        attributes = kind.__dict__
+        if name in attributes:
+            return attributes[name], False
     return _MISSING, False
 
 
@@ -204,7 +225,7 @@ class _Image:
 
     def of(self, thing: Any, depth: int = 0, *, is_state: bool = False) -> Any:
         """Return the image of a thing."""
-        if type(thing) in _HOOKS and not thing:  # half of all reads are torch's own, of hooks that are not there
+        if _is_hollow(thing):  # half of all reads are torch's own, of hooks that are not there
             return type(thing), []
         if isinstance(thing, PLAIN):
             return type(thing), repr(thing)
@@ -253,7 +274,7 @@ class _Image:
 def _tensor(tensor: Tensor, is_state: bool) -> Any:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return "itself", id(tensor)
-    lies = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type, tensor.requires_grad
+    lies = tuple(tensor.shape), tensor.stride(), tensor.dtype, device_of(tensor).type, tensor.requires_grad
     if is_state or isinstance(tensor, (nn.Parameter, FakeTensor)) or tensor.is_meta:
         return lies
     if tensor.numel() > _MOST_NUMBERS:

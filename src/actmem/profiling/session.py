@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -231,13 +232,20 @@ class Session:
 
     def _uncopied_bytes(self) -> int:
         """Return the bytes of the original that the copy does not have, because equal blocks share a module."""
-        whole, copied = (
-            sum(t.nbytes for t in (*parameters_of(m), *buffers_of(m))) for m in (self._original, self._model)
-        )
+        if self._original is self._model:
+            return 0
+        parameters, buffers = self._originals
+        whole = sum(t.nbytes for t in (*parameters, *buffers))
+        copied = sum(t.nbytes for t in (*parameters_of(self._model), *buffers_of(self._model)))
         if self._accumulates:
-            whole += sum(p.nbytes for p in parameters_of(self._original) if p.requires_grad)
+            whole += sum(p.nbytes for p in parameters if p.requires_grad)
             copied += sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
         return whole - copied
+
+    @cached_property
+    def _originals(self) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """The parameters and buffers of the model itself: a large one has thousands."""
+        return parameters_of(self._original), buffers_of(self._original)
 
     def _wrap(self, queue: list[Block]) -> None:
         module, plain = queue[0].module, queue[0].module.forward
@@ -382,8 +390,7 @@ class Session:
         skipped_bytes = sum(trained[id(self._blocks[s.layer].module)] for s in self._skipped)
         shared = len(self._queues) < len(self._found)
         gradients = self._gradients + (skipped_bytes if shared or not self._accumulates else 0)
-        parameters = sum(p.nbytes for p in parameters_of(self._original))
-        buffers = sum(b.nbytes for b in buffers_of(self._original))
+        parameters, buffers = (sum(t.nbytes for t in tensors_there) for tensors_there in self._originals)
         base = parameters + buffers + (gradients if self._accumulates else 0)
         if self._stock:
             parameters, buffers = self._stock.get("parameters", 0), self._stock.get("buffers", 0)
@@ -415,14 +422,13 @@ class Session:
         external = self._chronicle.ledger.external_stock()
         if self._stock:
             return (*self._base, *external)
-        model = self._original
+        parameters, buffers = self._originals
         found: list[tuple[int, int, str]] = []
-        kinds = (("parameters", parameters_of(model)), ("buffers", buffers_of(model)))
-        for role, tensors_there in kinds:
+        for role, tensors_there in (("parameters", parameters), ("buffers", buffers)):
             for tensor in tensors_there:
                 found.append((len(sizes) + len(found), tensor.nbytes, role))
         if self._accumulates:
-            trained = [p for p in parameters_of(model) if p.requires_grad]
+            trained = [p for p in parameters if p.requires_grad]
             found += [(len(sizes) + len(found) + n, p.nbytes, "gradients") for n, p in enumerate(trained)]
         sizes |= {number: num_bytes for number, num_bytes, _ in found}
         return (*found, *external)

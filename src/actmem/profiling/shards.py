@@ -26,20 +26,21 @@ STEP = "optimizer step"
 """The name used for the operator where the optimizer's step is the peak."""
 
 
-def with_optimizer(profile: Profile, optimizer: OptimizerTrial) -> Profile:
-    """Add what an optimizer keeps, and its step at the end.
+def with_optimizer(profile: Profile, optimizer: OptimizerTrial, num_ranks: int = 1) -> Profile:
+    """Add what an optimizer keeps, and its step at the end. Return the profile of one rank of so many.
 
     >>> with_optimizer(Profile(base_bytes=10), OptimizerTrial("adamw", 20, 5)).base_bytes
     30
+    >>> with_optimizer(Profile(), OptimizerTrial("adamw", 20, 5), 4).base_bytes
+    5
     """
     state_bytes = optimizer.state_bytes
-    log = _shifted(profile.log, state_bytes)
-    costs = profile.costs
+    log, costs = profile.log, profile.costs
     if optimizer.name != "none" and log:
         end = next(e for e in reversed(log) if isinstance(e, PhaseBegan) and e.name == "end")
-        log.append(OpRan(len(costs), end.live_bytes + optimizer.step_bytes))
+        log = (*log, OpRan(len(costs), end.live_bytes + optimizer.step_bytes))
         costs = (*costs, Cost(STEP, 0, 0, ""))
-    return replace(
+    whole = replace(
         profile,
         base_bytes=profile.base_bytes + state_bytes,
         optimizer_bytes=state_bytes,
@@ -47,9 +48,10 @@ def with_optimizer(profile: Profile, optimizer: OptimizerTrial) -> Profile:
         optimizer_stock=optimizer.stock,
         optimizer_memory=optimizer.memory,
         parameter_steps=optimizer.steps,
-        log=tuple(log),
+        log=log,
         costs=costs,
     )
+    return _divided(whole, num_ranks, added_bytes=state_bytes)
 
 
 def without_gradients(profile: Profile, num_bytes: int) -> Profile:
@@ -76,14 +78,17 @@ def sharded(profile: Profile, num_ranks: int) -> Profile:
     >>> sharded(sharded(Profile(), 8), 16) == sharded(Profile(), 16)
     True
     """
-    if num_ranks == profile.shard:
-        return profile
+    return profile if num_ranks == profile.shard else _divided(profile, num_ranks, added_bytes=0)
+
+
+def _divided(profile: Profile, num_ranks: int, *, added_bytes: int) -> Profile:
+    """Return the profile of one rank of so many, with so many more bytes alive in its log."""
     now, before = dict(_sharding(profile, num_ranks)), dict(_sharding(profile, profile.shard))
     log: list[Entry] = []
     here = there = 0
     for begin, end in pairwise(sorted({*now, *before, len(profile.log)})):
         here, there = now.get(begin, here), before.get(begin, there)
-        log += _shifted(profile.log[begin:end], here - there)
+        log += _shifted(profile.log[begin:end], here - there + added_bytes)
     base_bytes = profile.base_bytes + _static(profile, num_ranks) - _static(profile, profile.shard)
     return replace(profile, shard=num_ranks, base_bytes=base_bytes, log=tuple(log))
 

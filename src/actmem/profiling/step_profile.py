@@ -30,7 +30,7 @@ from actmem.profiling.optimizer_state import OptimizerLike, optimizer_of
 from actmem.profiling.packed_batches import documents_of
 from actmem.profiling.restored_state import Restored
 from actmem.profiling.session import Session
-from actmem.profiling.shards import sharded, with_optimizer, without_gradients
+from actmem.profiling.shards import with_optimizer, without_gradients
 from actmem.settings import Split, check_split
 from actmem.splitting import split_for_now
 from actmem.structure import (
@@ -180,8 +180,7 @@ def profiles(
     found_optimizer = optimizer_of(
         optimizer, named, unused, dtype=optimizer_dtype, together=device.type not in ("cpu", "meta")
     )
-    whole = [with_optimizer(without_gradients(p, absent), found_optimizer) for p, _ in seen]
-    return [sharded(p, shard) for p in whole]
+    return [with_optimizer(without_gradients(p, absent), found_optimizer, shard) for p, _ in seen]
 
 
 def _check(

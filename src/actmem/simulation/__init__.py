@@ -19,7 +19,7 @@ from actmem.simulation.card_usage import CardMemory, card_memory, estimates, gro
 from actmem.simulation.job_clock import Stretch, ends_of, in_flight, least_seconds, stretches
 from actmem.simulation.peak_moments import NEVER, Effect, LayerFamily, Timeline
 from actmem.simulation.peaks import lowering, peak_words
-from actmem.simulation.plan_effect import decisions, follow
+from actmem.simulation.plan_effect import decisions, follow, ruling
 from actmem.simulation.predictor import Prediction, plan_of, predict, prediction
 from actmem.simulation.simulator import Simulated, simulate
 from actmem.simulation.step_cost import (
@@ -72,6 +72,7 @@ __all__ = [
     "predict",
     "prediction",
     "resolved",
+    "ruling",
     "simulate",
     "step_seconds",
     "stepped",

@@ -37,6 +37,8 @@ __all__ = ["Effect", "Event", "LayerFamily", "Timeline"]
 Ints = npt.NDArray[np.int64]
 NEVER = -(2**62)
 """Fewer bytes than any moment has: nothing was sampled there."""
+_OF_A_LAYER = frozenset({*ON_TAPE, Unpacked, Left})
+"""The entries of the log that are events of one layer."""
 
 
 class Uncovered:
@@ -137,7 +139,9 @@ class Timeline:
         self.profile, self._seconds, self._exact = profile, seconds, exact
         self._sizes = {s: n for s, n in profile.storages.items() if n}
         self._first_value = [_first_values(layer) for layer in profile.layers]
-        self._useful = [{layer.values[v].storage for v in _reachable(layer)} for layer in profile.layers]
+        kinds = {layer.kind: layer for layer in profile.layers}
+        reachable = {kind: _reachable(layer) for kind, layer in kinds.items()}
+        self._useful = [{layer.values[v].storage for v in reachable[layer.kind]} for layer in profile.layers]
         self._effects: dict[tuple[int, tuple[Decision, ...]], Effect] = {}
         self._cut()
         self._find_outside()
@@ -166,7 +170,8 @@ class Timeline:
             kind: Any = type(entry)  # pyright: ignore[reportUnknownVariableType]
             if kind is OpRan:
                 its = entry.live_bytes + entry.workspace_bytes
-                top = max(top, its)
+                if its > top:  # `max` is a call
+                    top = its
                 continue
             if kind is StorageDied:
                 layers = having.get(entry.storage)
@@ -179,13 +184,11 @@ class Timeline:
                     if key not in known:
                         known[key] = Event(*key)
                     events[nth].append(known[key])
-            elif kind is Left or issubclass(kind, LayerEntry):
+            elif kind in _OF_A_LAYER:
                 layer: int = entry.layer
                 owned[layer].append(len(entries))
                 key = kind, 0 if kind is Left else entry.index
-                if key not in known:
-                    known[key] = Event(*key)
-                events[layer].append(known[key])
+                events[layer].append(known.get(key) or known.setdefault(key, Event(*key)))
             else:
                 continue
             tops.append(top)
@@ -239,10 +242,11 @@ class Timeline:
     def _find_makers(self) -> None:
         """Find who made the separately counted storages: what matters is when nobody else is sure to hold them."""
         self._maker: dict[int, int] = {}
+        made = [{value.storage for value in layer.values if value.kind == "made"} for layer in self.profile.layers]
         ends: dict[int, list[tuple[int, int]]] = {}
         for storage in self._outside:
             for nth in self._having[storage]:
-                if any(x.storage == storage and x.kind == "made" for x in self.profile.layers[nth].values):
+                if storage in made[nth]:
                     self._maker[storage] = nth
                     for _, end in _union(self._sure.get(storage, [])):
                         ends.setdefault(nth, []).append((end, self._first_value[nth][storage]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,16 @@ from actmem.profiles import Layer, Profile, with_collectives
 from actmem.simulation.flight import InFlight
 from actmem.simulation.simulator import Simulated, Watcher, simulate
 
-__all__ = ["decisions", "follow"]
+__all__ = ["Ruling", "decisions", "follow", "ruling"]
+
+
+class Ruling(NamedTuple):
+    """What the rules of a plan say of each layer."""
+
+    verdicts: list[Verdicts | None]
+    """None where they say nothing."""
+    keeps: list[list[Decision]]
+    """The decision for each call."""
 
 
 def follow(
@@ -27,7 +36,7 @@ def follow(
     *,
     timeline: bool = False,
     on_top: bool = False,
-    keeps: Sequence[Sequence[Decision]] | None = None,
+    said: Ruling | None = None,
     watcher: Callable[[], Watcher] | None = None,
 ) -> Simulated:
     """Simulate a step from the third on, when the smallest cuts are known.
@@ -37,20 +46,20 @@ def follow(
         plan: what is decided.
         timeline: as for `simulate`.
         on_top: as for `simulate`.
-        keeps: what the rules say, if known.
+        said: what the rules say, if known.
         watcher: makes a new one for each attempt: the last one saw the step that is returned.
     """
     profile = with_collectives(profile, again=plan.collectives == "recompute")
-    keeps = decisions(profile, plan) if keeps is None else keeps
+    said = said or ruling(profile, plan)
+    keeps = said.keeps
     options: dict[str, Any] = {"exact": plan.exact, "timeline": timeline, "on_top": on_top}
     if plan.offload is not None:
         options |= {
-            "inputs_sent": _inputs_sent(profile, plan),
+            "inputs_sent": [verdicts is not None and verdicts.offloads_inputs for verdicts in said.verdicts],
             "min_offload_bytes": plan.offload.min_bytes,
             "in_flight": InFlight(0),
         }
-    said = _verdicts_of(profile, plan)
-    options["plain"] = [verdicts is None or verdicts.keeps_everything for verdicts in said]
+    options["plain"] = [verdicts is None or verdicts.keeps_everything for verdicts in said.verdicts]
     first = simulate(profile, keeps, **options, watcher=None if watcher is None else watcher())
     options |= {"in_flight": _in_flight(plan, first)}
     if plan.exact:
@@ -60,7 +69,7 @@ def follow(
     # The smallest cut goes by bytes, and so is not computed where copies or other ranks matter.
     uncut = [
         (verdicts is not None and verdicts.offloads) or any(call.is_again for call in layer.calls)
-        for verdicts, layer in zip(said, profile.layers, strict=True)
+        for verdicts, layer in zip(said.verdicts, profile.layers, strict=True)
     ]
     forced = _cuts(profile, first, uncut)
     if not any(forced) and not first.sent_bytes:
@@ -105,33 +114,25 @@ def _cuts(profile: Profile, first: Simulated, uncut: Sequence[bool]) -> list[dic
 
 def decisions(profile: Profile, plan: Plan) -> list[list[Decision]]:
     """Return, for each layer, the decision for each of its calls."""
+    return ruling(profile, plan).keeps
+
+
+def ruling(profile: Profile, plan: Plan) -> Ruling:
+    """Return what the rules of a plan say of each layer."""
     index = {path: i for i, path in enumerate(plan.blocks)}
     known: dict[Any, list[Decision]] = {}
-    found: list[list[Decision]] = []
+    found = Ruling([], [])
     for layer in profile.layers:
-        if layer.path not in index:
-            found.append([Decision.SAVE] * len(layer.calls))
+        verdicts = _verdicts(layer, plan, index[layer.path]) if layer.path in index else None
+        found.verdicts.append(verdicts)
+        if verdicts is None:
+            found.keeps.append([Decision.SAVE] * len(layer.calls))
             continue
-        verdicts = _verdicts(layer, plan, index[layer.path])
         key = layer.kind, verdicts.key
         if key not in known:
             known[key] = _decide(layer, verdicts)
-        found.append(known[key])
+        found.keeps.append(known[key])
     return found
-
-
-def _verdicts_of(profile: Profile, plan: Plan) -> list[Verdicts | None]:
-    """Return, for each layer, what the plan says there; None if it says nothing."""
-    index = {path: i for i, path in enumerate(plan.blocks)}
-    return [_verdicts(layer, plan, index[layer.path]) if layer.path in index else None for layer in profile.layers]
-
-
-def _inputs_sent(profile: Profile, plan: Plan) -> list[bool]:
-    """Return, for each layer, whether its inputs are offloaded."""
-    index = {path: i for i, path in enumerate(plan.blocks)}
-    return [
-        layer.path in index and _verdicts(layer, plan, index[layer.path]).offloads_inputs for layer in profile.layers
-    ]
 
 
 def _verdicts(layer: Layer, plan: Plan, index: int) -> Verdicts:

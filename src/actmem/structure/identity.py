@@ -68,9 +68,10 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     """Return `module.parameters()` as a list, as `named_modules` finds the modules."""
-    if type(module).parameters is not nn.Module.parameters:
+    kind = type(module)
+    if kind.parameters is not nn.Module.parameters or kind.named_parameters is not nn.Module.named_parameters:
         return list(module.parameters())
-    return [parameter for _, parameter in named_parameters(module)]
+    return _stored(named_modules(module), "_parameters")
 
 
 def buffers_of(module: nn.Module) -> list[Tensor]:
@@ -78,7 +79,14 @@ def buffers_of(module: nn.Module) -> list[Tensor]:
     kind = type(module)
     if kind.buffers is not nn.Module.buffers or kind.named_buffers is not nn.Module.named_buffers:
         return list(module.buffers())
-    return [buffer for _, buffer in _named(module, "_buffers")]
+    return _stored(named_modules(module), "_buffers")
+
+
+def _stored(modules: list[Named], store: str) -> list[Any]:
+    """Return what all modules have in a store of theirs, each once."""
+    found = {id(tensor): tensor for _, part in modules for tensor in vars(part)[store].values()}
+    found.pop(id(None), None)
+    return list(found.values())
 
 
 def _named(module: nn.Module, store: str) -> list[tuple[str, Any]]:
