@@ -25,7 +25,9 @@ class Bound:
     value: float
     limit: float
     exact: bool = True
-    """Bytes and counts are; wall time is not."""
+    """Bytes and counts are; time is not."""
+    aim: float | None = None
+    """What `limit` is to become, where that is not reached yet."""
 
     @property
     def kept(self) -> bool:
@@ -55,7 +57,7 @@ class Outcome:
             "settings": self.settings,
             "exact": self.exact,
             "measured": self.measured,
-            "bounds": [{**vars(b), "kept": b.kept} for b in self.bounds],
+            "bounds": [_plain(b) for b in self.bounds],
         }
         path.write_text(json.dumps(content, indent=2) + "\n")
         return path
@@ -66,11 +68,26 @@ class Outcome:
             for group in alike(variants):
                 console.print(_table(f"{self.name}, {title}", group))
         table = Table(title=f"{self.name}, bounds")
-        for heading in ("promise", "value", "at most", "kept"):
+        headings, *rows = promises([_plain(b) for b in self.bounds])
+        for heading in headings:
             table.add_column(heading, justify="left" if heading == "promise" else "right")
-        for b in self.bounds:
-            table.add_row(b.name, shown("", b.value), shown("", b.limit), "yes" if b.kept else "[red]NO")
+        for row in rows:
+            table.add_row(*row[:-1], "yes" if row[-1] == "yes" else "[red]NO")
         console.print(table)
+
+
+def promises(bounds: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the rows of a table of bounds, headings first; with the aims, if there are any."""
+    aimed = any("aim" in b for b in bounds)
+    found = [["promise", "value", "at most", *(["aim"] if aimed else []), "kept"]]
+    for b in bounds:
+        aim = [shown("", b["aim"]) if "aim" in b else ""] if aimed else []
+        found.append([b["name"], shown("", b["value"]), shown("", b["limit"]), *aim, "yes" if b["kept"] else "no"])
+    return found
+
+
+def _plain(bound: Bound) -> dict[str, Any]:
+    return {name: value for name, value in {**vars(bound), "kept": bound.kept}.items() if value is not None}
 
 
 def environment() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.outcome import RESULTS, alike, shown
+from benchmarks.outcome import RESULTS, alike, promises, shown
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 BEGIN = "<!-- results: written by `python -m benchmarks.table`, from here -->"
@@ -41,13 +41,8 @@ def _section(result: dict[str, Any]) -> Iterator[str]:
         f"{env['cores']} cores, {env['threads']} thread(s)."
     )
     yield ""
-    yield from rows(
-        ["promise", "value", "at most", "kept"],
-        [
-            [b["name"], shown("", b["value"]), shown("", b["limit"]), "yes" if b["kept"] else "**no**"]
-            for b in result["bounds"]
-        ],
-    )
+    headings, *body = promises(result["bounds"])
+    yield from rows(headings, [[*row[:-1], "yes" if row[-1] == "yes" else "**no**"] for row in body])
     for group in alike(result["exact"]) + alike(result["measured"]):
         keys = list(next(iter(group.values())))
         headings = ["variant", *(k.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ") for k in keys)]

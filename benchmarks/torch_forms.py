@@ -23,25 +23,34 @@ MATMUL = torch.ops.aten.mm.default
 
 def checkpoint_fully(model: Any) -> None:
     """Put every layer under `torch.utils.checkpoint`, in its non-reentrant form."""
-    _wrap(model.layers, partial(checkpoint, use_reentrant=False))
+    _wrap(_layers(model), partial(checkpoint, use_reentrant=False))
 
 
 def checkpoint_selectively(model: Any) -> None:
-    """Put every layer under selective checkpointing that saves attention and every second matmul of a layer."""
+    """Put every layer under selective checkpointing that saves attention and every second matmul of a layer.
+
+    The gates of routers do not count, as in torchtitan, which knows them by the shape of their weight.
+    """
+    layers = _layers(model)
+    gates = frozenset(m.weight.t().shape for path, m in layers.named_modules() if path.endswith(".mlp.gate"))
 
     def contexts() -> Any:
-        return create_selective_checkpoint_contexts(_policy())
+        return create_selective_checkpoint_contexts(_policy(gates))
 
-    _wrap(model.layers, partial(checkpoint, use_reentrant=False, context_fn=contexts))
+    _wrap(layers, partial(checkpoint, use_reentrant=False, context_fn=contexts))
 
 
-def _policy() -> Callable[..., CheckpointPolicy]:
+def _layers(model: Any) -> nn.ModuleList:
+    return model.layers if hasattr(model, "layers") else model.model.layers
+
+
+def _policy(gates: frozenset[torch.Size]) -> Callable[..., CheckpointPolicy]:
     """Return a policy with its own count. Forward and recomputation are counted separately: seven matmuls are odd."""
     counts = {False: 0, True: 0}
 
-    def policy(context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    def policy(context: Any, func: Any, *args: Any, **_: Any) -> CheckpointPolicy:
         save = func in ATTENTION
-        if func is MATMUL:
+        if func is MATMUL and args[1].shape not in gates:
             counts[context.is_recompute] += 1
             save = counts[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import actmem
 from actmem import Full, Plan, Rule, Rules, SaveEverything, Selective, SelfCheckError, Targets
@@ -210,3 +211,98 @@ def test_a_frozen_block_on_inputs_without_gradients_runs_no_tape(tapes: list[Tap
         step(model)
         assert len(tapes) == 2
         assert applied.report().unobserved == ("layers.0",)
+
+
+class CountingTitan(TitanLike):
+    """Counts how often somebody goes through all parameters."""
+
+    num_readings = 0
+
+    def parameters(self, recurse: bool = True) -> Any:
+        self.num_readings += 1
+        return super().parameters(recurse)
+
+
+def test_the_first_step_reads_the_state_of_the_model_once_and_not_for_each_block() -> None:
+    with actmem.apply(model := CountingTitan(layers=6), Full()) as applied:
+        model.num_readings = 0
+        step(model)
+        assert model.num_readings == 1
+        step(model)
+        assert model.num_readings == 1, "nothing is observed"
+        applied.check_replay()
+        step(model)
+        assert model.num_readings == 2, "it may have changed since"
+
+
+def test_parameters_that_get_new_storages_block_by_block_are_still_the_models_state() -> None:
+    """As where a library gathers the shards of a block just before it runs, and frees them after it."""
+
+    def gather(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+
+    model = titan()
+    with actmem.apply(model, Full()) as applied:
+        for block in model.layers.values():
+            block.register_forward_pre_hook(gather)
+        step(model)
+        held = {row.op for kind in applied.report().kinds for row in kind.rows if row.decision == "input"}
+        assert held == {"input"}
+        listed = [row for kind in applied.report().kinds for row in kind.rows if row.op == "parameter"]
+        assert not listed, "the report lists activations only"
+    plain = titan()
+    with actmem.apply(plain, Full()) as applied_to_plain:
+        step(plain)
+        assert applied_to_plain.report().held_bytes == applied.report().held_bytes
+
+
+class TypedBlock(nn.Module):
+    """Counts how often somebody asks for its layer type."""
+
+    num_asked = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    @property
+    def layer_type(self) -> str:
+        TypedBlock.num_asked += 1
+        return "full_attention"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).tanh()
+
+
+def test_a_plan_that_names_no_layer_types_does_not_ask_for_them() -> None:
+    model = nn.Sequential(*[TypedBlock() for _ in range(3)])
+    TypedBlock.num_asked = 0
+    actmem.apply(model, Full()).remove()
+    assert TypedBlock.num_asked == 0
+    actmem.apply(model, Rules([Rule("recompute", layer_type="full*"), Rule("save")])).remove()
+    assert TypedBlock.num_asked > 0
+
+
+class Seen(TorchDispatchMode):
+    """Lists the operators that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_self_check_of_the_first_forward_pass_is_hidden_from_other_dispatch_modes() -> None:
+    with actmem.apply(model := titan(), Full()):
+        seen: list[list[str]] = []
+        for _ in range(3):
+            with Seen() as mode:
+                loss = model(torch.arange(24).view(2, 12)).square().mean()
+            loss.backward()
+            seen.append(mode.names)
+    assert seen[0] == seen[1] == seen[2]
+    assert "aten.view.dtype" not in seen[0]

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -585,6 +586,8 @@ class Tape(Holdings, TorchDispatchMode):
     def close(self) -> None:
         """Forget everything that no handle can reach. The tape records nothing after this."""
         self._recent.clear()
+        for name in [name for name, x in vars(self).items() if type(x) is deque]:
+            delattr(self, name)  # torch's, for entering a mode: more than 2 KB, and handles keep the tape alive
         offered = [] if self._away is None else self._away.offered(self._values.values())
         self._forget()
         if self._away is not None:

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from actmem import ops
 from actmem.decisions import Decision, Reason
@@ -284,19 +284,19 @@ _OPAQUE = (Reason.OPAQUE, Reason.UNSEEN, Reason.UNINITIALISED)
 
 
 _Listed = list[tuple[ObservedOperator, str]]
+_What = tuple[str, str, tuple[int, ...], str, int]
+_Fate = tuple[str, str, bool, bool]
 _Row = tuple[str, str, tuple[int, ...], str, int, int, str, str, bool, bool, int, bool]
 """The fields of a `ReportRow`, which is made only once for all blocks that are alike."""
 
 
 def _listed(rows: list[ObservedOperator]) -> _Listed:
     """Pair values with decisions, without what costs nothing: state, and values neither saved, held nor replayed."""
-    return [
-        (r, _decision(r)) for r in rows if (r.kind != "state" or r.copied) and (r.saved or r.held or r.replayed)
-    ]
+    return [(r, _decision(r)) for r in rows if (r.kind != "state" or r.copied) and (r.saved or r.held or r.replayed)]
 
 
 def _rows(listed: _Listed) -> tuple[_Row, ...]:
-    groups: dict[Any, list[int]] = {}
+    groups: dict[tuple[_What, _Fate, bool], list[int]] = {}
     for r, decision in listed:
         why, opaque, collective = "", False, _is_collective(r.op)
         if decision == "never":
@@ -307,7 +307,8 @@ def _rows(listed: _Listed) -> tuple[_Row, ...]:
         what = r.module, r.op, r.shape, r.dtype, r.num_bytes
         groups.setdefault((what, (decision, why, opaque, r.saved), collective), []).append(r.replayed)
     return tuple(
-        (*what, len(replayed), *fate, sum(replayed), collective) for (what, fate, collective), replayed in groups.items()
+        (*what, len(replayed), *fate, sum(replayed), collective)
+        for (what, fate, collective), replayed in groups.items()
     )
 
 
