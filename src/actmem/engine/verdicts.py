@@ -144,9 +144,8 @@ class Verdicts:
                 self.known[operator] = candidates[0][0].decision
         if operator.packet in self._counted:
             self._count(address, counts)
-        place = self._place(operator, address, counts) if any(asks for _, asks in candidates) else _NOWHERE
         for rule, asks in candidates:
-            if asks and not _fits(asks, place):
+            if asks and not _fits(asks, self._place(operator, address, counts)):
                 continue
             if rule.modules is not None and not _under(address, rule.modules):
                 continue
