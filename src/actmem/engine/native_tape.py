@@ -35,10 +35,6 @@ def _settle(tape: Any, value: Any, num_bytes: int, tensor: Any) -> None:
     barriers.settle(value, num_bytes, tape._hold_owed, tensor, holdings.find, tape._free)
 
 
-def _decide(tape: Any, operator: Any, out: Any) -> Any:
-    return tape._verdicts.decide(operator, "" if tape._places is None else tape.address, tape._counts, out)
-
-
 @functools.cache
 def native_tape_class(core: ModuleType) -> type[Tape]:
     """Return the class of tapes that a loaded core records for."""
@@ -49,7 +45,6 @@ def native_tape_class(core: ModuleType) -> type[Tape]:
         "hold_in_handler": Tape._hold_owed_in_handler,
         "pack": Tape.pack,
         "settle": _settle,
-        "decide": _decide,
         "note_holder": holdings._note_holder,
         "is_trainable": Tape._is_trainable,
         "unpack": replay.unpack,

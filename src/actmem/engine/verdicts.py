@@ -154,7 +154,8 @@ class Verdicts:
             if rule.nth is not None:
                 count = counts.get(rule.index, 0)
                 counts[rule.index] = count + 1
-                if not self._selects(rule, count):
+                selected = self._selected.get((rule.index, count))
+                if not (self._selects(rule, count) if selected is None else selected):
                     continue
             self.matched.add(rule.index)
             self.latest = rule.index
@@ -186,10 +187,8 @@ class Verdicts:
         return tuple(found)
 
     def _selects(self, rule: _Resolved, count: int) -> bool:
-        found = self._selected.get((rule.index, count))
-        if found is None:
-            assert rule.nth is not None
-            found = self._selected[rule.index, count] = rule.nth.contains(count)
+        assert rule.nth is not None
+        found = self._selected[rule.index, count] = rule.nth.contains(count)
         return found
 
     def _count(self, address: str, counts: dict[Any, int]) -> None:

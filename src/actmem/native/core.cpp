@@ -48,14 +48,13 @@ namespace {
 using at::Tensor;
 using c10::IValue;
 using c10::StorageImpl;
-using Dims = c10::SmallVector<int64_t, 5>;
 constexpr int64_t UNCHECKED = -1;
 
 // ---------------------------------------------------------------------------------------------------- Python's side
 
 // What this file calls, given by `configure`.
 struct {
-  PyObject *describe, *meet, *hold_in_handler, *hold, *pack, *settle, *decide, *note_holder, *is_trainable;
+  PyObject *describe, *meet, *hold_in_handler, *hold, *pack, *settle, *note_holder, *is_trainable;
   PyObject *unpack, *run, *enter, *leave, *held, *asked_by_function, *opened_parameter, *without_bits, *numerics, *copied;
   PyObject *Parameter, *RECOMPUTE, *SAVE, *SAVED, *OFFLOADED, *CUT, *EXTERNAL, *UNSEEN, *nothing;
 } py_;
@@ -149,9 +148,29 @@ struct Operator {  // what `engine.operators.Operator` says of one
   Ref python;      // that object
   Ref func;
   bool view = false, sets_bits = false, plain = false, may_alias = false, fills_saved = false, numerics = false;
+  size_t num_arguments = 0, num_returns = 0;
   int dropout = -1;       // the position of a probability that makes it random; plain where that is 0
   bool in_place = false;  // reads and writes its first argument, returns it, and is plain otherwise
   };
+
+// There are many of the next ones, so what few of them have is apart.
+
+struct Geometry {
+  c10::SmallVector<int64_t, 8> numbers;  // sizes, then strides
+  int64_t offset;
+  at::ScalarType dtype;
+
+  explicit Geometry(const Tensor& t) : offset(t.storage_offset()), dtype(t.scalar_type()) {
+    numbers.append(t.sizes().begin(), t.sizes().end());
+    numbers.append(t.strides().begin(), t.strides().end());
+  }
+  at::IntArrayRef size() const { return {numbers.data(), numbers.size() / 2}; }
+  at::IntArrayRef stride() const { return {numbers.data() + numbers.size() / 2, numbers.size() / 2}; }
+};
+
+struct Seldom {
+  PyObject *tensor = nullptr, *coverage = nullptr, *pending = nullptr, *row = nullptr;
+};
 
 struct Value {
   PyObject_HEAD
@@ -159,7 +178,8 @@ struct Value {
   c10::weak_intrusive_ptr<StorageImpl> storage;
   Tensor held;      // what holds it, if that is a tensor
   PyObject* boxed;  // and if it is not
-  PyObject *node, *why, *debts, *tensor, *coverage, *pending, *row;
+  PyObject *node, *why, *debts;
+  Seldom* seldom;
   int64_t version, num_bytes, order;
   int slot;
   bool own, saved, reserved;
@@ -168,21 +188,23 @@ struct Value {
 struct Reference {
   int argument, item;  // `item`: position in a list, or -1
   Ref value;
-  Dims size, stride;
-  int64_t offset;
-  at::ScalarType dtype;
+  Geometry view;
+};
+
+struct Several {
+  std::vector<std::pair<int, std::pair<size_t, bool>>> lists;  // argument, length, whether of optional tensors
+  std::vector<std::pair<int, Ref>> outs;  // slot, and a weak reference to the value, if there are several
 };
 
 struct Node {
   PyObject_HEAD
   const Operator* description;
   std::vector<IValue> args;  // with None for each tensor, and for each list that has one
-  std::vector<std::pair<int, std::pair<size_t, bool>>> lists;  // argument, length, whether of optional tensors
   std::vector<Reference> refs;
-  std::vector<std::pair<int, Ref>> outs;  // slot, and a weak reference to the value, if there are several
+  Several* several;
   uint64_t flags;
-  bool has_flags;
   uint64_t visit;  // of the walk that met it last
+  bool has_flags;
   bool in_place;  // writes its first argument; `outs` has that alone
   c10::Device device;  // where that is
 };
@@ -190,9 +212,7 @@ struct Node {
 struct Handle {
   PyObject_HEAD
   PyObject *tape, *value, *checksum;
-  Dims size, stride;
-  int64_t offset;
-  at::ScalarType dtype;
+  Geometry view;
 };
 
 struct Holders {  // `holdings._Holders`
@@ -204,6 +224,7 @@ struct Holders {  // `holdings._Holders`
 struct Tape {  // the part of a tape's state that this file reads and writes
   PyObject_HEAD
   PyObject *values, *recent, *provisional, *known, *cut, *inputs, *trainable, *outer, *reserve, *observation, *away;
+  PyObject *verdicts, *counts, *places;
   long long budget, index;
   char paused, bits, numbered, in_fake_mode;
   at::ScalarType dtype;
@@ -219,7 +240,8 @@ Value* new_value(StorageImpl* storage, PyObject* node, int slot, PyObject* why) 
   new (&v->storage) c10::weak_intrusive_ptr<StorageImpl>(
       c10::intrusive_ptr<StorageImpl>::reclaim_copy(storage));
   new (&v->held) Tensor();
-  v->weak = v->boxed = v->debts = v->tensor = v->coverage = v->pending = v->row = nullptr;
+  v->weak = v->boxed = v->debts = nullptr;
+  v->seldom = nullptr;
   Py_XINCREF(node);
   Py_XINCREF(why);
   v->node = node, v->why = why, v->slot = slot;
@@ -251,8 +273,11 @@ void dealloc_value(PyObject* self) {
   auto* v = reinterpret_cast<Value*>(self);
   if (v->weak) PyObject_ClearWeakRefs(self);
   PyObject* node = std::exchange(v->node, nullptr);
-  for (PyObject** field : {&v->boxed, &v->why, &v->debts, &v->tensor, &v->coverage, &v->pending, &v->row})
-    Py_CLEAR(*field);
+  for (PyObject** field : {&v->boxed, &v->why, &v->debts}) Py_CLEAR(*field);
+  if (Seldom* rest = std::exchange(v->seldom, nullptr)) {
+    for (PyObject* field : {rest->tensor, rest->coverage, rest->pending, rest->row}) Py_XDECREF(field);
+    delete rest;
+  }
   v->held.~Tensor();
   v->storage.~weak_intrusive_ptr();
   PyObject_Free(self);
@@ -262,9 +287,8 @@ void dealloc_value(PyObject* self) {
 void dealloc_node(PyObject* self) {
   auto* n = reinterpret_cast<Node*>(self);
   n->args.~vector();
-  n->lists.~vector();
   n->refs.~vector();
-  n->outs.~vector();
+  delete n->several;
   PyObject_Free(self);
 }
 
@@ -273,8 +297,7 @@ void dealloc_handle(PyObject* self) {
   PyObject* value = std::exchange(h->value, nullptr);
   Py_CLEAR(h->tape);
   Py_CLEAR(h->checksum);
-  h->size.~Dims();
-  h->stride.~Dims();
+  h->view.~Geometry();
   PyObject_Free(self);
   release_chain(value);
 }
@@ -290,6 +313,20 @@ PyObject* get_object(PyObject* self, void*) {
 template <PyObject* Value::*Field>
 int set_object(PyObject* self, PyObject* x, void*) {
   set(reinterpret_cast<Value*>(self)->*Field, x == Py_None ? nullptr : x);
+  return 0;
+}
+template <PyObject* Seldom::*Field>
+PyObject* get_seldom(PyObject* self, void*) {
+  Seldom* rest = reinterpret_cast<Value*>(self)->seldom;
+  return given(rest ? rest->*Field : nullptr);
+}
+void set_seldom(Value* v, PyObject* Seldom::*field, PyObject* x) {
+  if (!v->seldom && x) v->seldom = new Seldom();
+  if (v->seldom) set(v->seldom->*field, x);
+}
+template <PyObject* Seldom::*Field>
+int set_seldom_object(PyObject* self, PyObject* x, void*) {
+  set_seldom(reinterpret_cast<Value*>(self), Field, x == Py_None ? nullptr : x);
   return 0;
 }
 template <int64_t Value::*Field>
@@ -346,14 +383,15 @@ PyObject* written_unseen(PyObject* self, PyObject* shown) {
 PyMethodDef value_methods[] = {{"written_unseen", written_unseen, METH_O, nullptr}, {nullptr}};
 
 #define OBJECT(name) {#name, get_object<&Value::name>, set_object<&Value::name>, nullptr, nullptr}
+#define SELDOM(name) {#name, get_seldom<&Seldom::name>, set_seldom_object<&Seldom::name>, nullptr, nullptr}
 PyGetSetDef value_attributes[] = {
     OBJECT(node),
     OBJECT(why),
     OBJECT(debts),
-    OBJECT(tensor),
-    OBJECT(coverage),
-    OBJECT(pending),
-    OBJECT(row),
+    SELDOM(tensor),
+    SELDOM(coverage),
+    SELDOM(pending),
+    SELDOM(row),
     {"held", get_held, set_held, nullptr, nullptr},
     {"storage", get_storage, nullptr, nullptr, nullptr},
     {"slot", get_slot, set_slot, nullptr, nullptr},
@@ -365,8 +403,9 @@ PyGetSetDef value_attributes[] = {
     {"reserved", get_bool<&Value::reserved>, set_bool<&Value::reserved>, nullptr, nullptr},
     {nullptr}};
 #undef OBJECT
+#undef SELDOM
 
-PyObject* tuple_of(const Dims& numbers) {
+PyObject* tuple_of(at::IntArrayRef numbers) {
   PyObject* made = PyTuple_New(static_cast<Py_ssize_t>(numbers.size()));
   for (size_t i = 0; made && i < numbers.size(); i++)
     PyTuple_SET_ITEM(made, i, PyLong_FromLongLong(numbers[i]));
@@ -382,13 +421,19 @@ Ref position(const Node* n, int argument) {  // a number, or the name of one tha
   return checked(a.kwarg_only() ? PyUnicode_FromString(a.name().c_str()) : PyLong_FromLong(argument));
 }
 
+Several& several(Node* n) {
+  if (!n->several) n->several = new Several();
+  return *n->several;
+}
+
 Ref argument_object(Node* n, size_t i) {
-  for (auto& [argument, list] : n->lists) {
-    if (argument != static_cast<int>(i)) continue;
-    Ref made = checked(PyList_New(static_cast<Py_ssize_t>(list.first)));
-    for (size_t j = 0; j < list.first; j++) PyList_SET_ITEM(made.get(), j, Py_NewRef(Py_None));
-    return made;
-  }
+  if (n->several)
+    for (auto& [argument, list] : n->several->lists) {
+      if (argument != static_cast<int>(i)) continue;
+      Ref made = checked(PyList_New(static_cast<Py_ssize_t>(list.first)));
+      for (size_t j = 0; j < list.first; j++) PyList_SET_ITEM(made.get(), j, Py_NewRef(Py_None));
+      return made;
+    }
   return Ref(torch::jit::toPyObject(n->args[i]).release().ptr());
 }
 
@@ -437,11 +482,11 @@ PyObject* get_refs(PyObject* self, void*) {
     auto* n = reinterpret_cast<Node*>(self);
     Ref made = checked(PyList_New(0));
     for (auto& r : n->refs) {
-      Ref where = position(n, r.argument), size(tuple_of(r.size)), stride(tuple_of(r.stride));
-      Ref dtype(dtype_object(r.dtype));
+      Ref where = position(n, r.argument), size(tuple_of(r.view.size())), stride(tuple_of(r.view.stride()));
+      Ref dtype(dtype_object(r.view.dtype));
       Ref item = checked(Py_BuildValue(
           "(OiOOOLOi)", where.get(), r.item, r.value.get(), size.get(), stride.get(),
-          static_cast<long long>(r.offset), dtype.get(), 0));
+          static_cast<long long>(r.view.offset), dtype.get(), 0));
       if (PyList_Append(made.get(), item.get()) < 0) raise();
     }
     return made.release();
@@ -451,9 +496,9 @@ PyObject* get_refs(PyObject* self, void*) {
 PyObject* get_outs(PyObject* self, void*) {
   return guarded([&]() -> PyObject* {
     auto* n = reinterpret_cast<Node*>(self);
-    if (n->outs.empty()) Py_RETURN_NONE;
+    if (!n->several || n->several->outs.empty()) Py_RETURN_NONE;
     Ref made = checked(PyList_New(0));
-    for (auto& [slot, value] : n->outs) {
+    for (auto& [slot, value] : n->several->outs) {
       Ref item = checked(Py_BuildValue("(iO)", slot, value.get()));
       if (PyList_Append(made.get(), item.get()) < 0) raise();
     }
@@ -501,8 +546,10 @@ PyMemberDef handle_members[] = {
 PyObject* get_view(PyObject* self, void*) {
   return guarded([&] {
     auto* h = reinterpret_cast<Handle*>(self);
-    Ref size = checked(tuple_of(h->size)), stride = checked(tuple_of(h->stride)), dtype(dtype_object(h->dtype));
-    return Py_BuildValue("(OOLOi)", size.get(), stride.get(), static_cast<long long>(h->offset), dtype.get(), 0);
+    Ref size = checked(tuple_of(h->view.size())), stride = checked(tuple_of(h->view.stride()));
+    Ref dtype(dtype_object(h->view.dtype));
+    auto offset = static_cast<long long>(h->view.offset);
+    return Py_BuildValue("(OOLOi)", size.get(), stride.get(), offset, dtype.get(), 0);
   });
 }
 
@@ -525,7 +572,8 @@ PyMemberDef tape_members[] = {
     MEMBER("_cut", T_OBJECT, cut),             MEMBER("_inputs", T_OBJECT, inputs),
     MEMBER("_trainable", T_OBJECT, trainable), MEMBER("_outer", T_OBJECT, outer),
     MEMBER("_reserve", T_OBJECT, reserve),     MEMBER("observation", T_OBJECT, observation),
-    MEMBER("_away", T_OBJECT, away),
+    MEMBER("_away", T_OBJECT, away),           MEMBER("_verdicts", T_OBJECT, verdicts),
+    MEMBER("_counts", T_OBJECT, counts),       MEMBER("_places", T_OBJECT, places),
     MEMBER("_budget", T_LONGLONG, budget),     MEMBER("_index", T_LONGLONG, index),
     MEMBER("paused", T_BOOL, paused),          MEMBER("_bits", T_BOOL, bits),
     MEMBER("_numbered", T_BOOL, numbered),     MEMBER("_in_fake_mode", T_BOOL, in_fake_mode), {nullptr}};
@@ -533,7 +581,7 @@ PyMemberDef tape_members[] = {
 
 void clear_tape(Tape* t) {
   for (PyObject** field : {&t->values, &t->recent, &t->provisional, &t->known, &t->cut, &t->inputs, &t->trainable,
-                           &t->outer, &t->reserve, &t->observation, &t->away})
+                           &t->outer, &t->reserve, &t->observation, &t->away, &t->verdicts, &t->counts, &t->places})
     Py_CLEAR(*field);
 }
 
@@ -616,25 +664,26 @@ bool is_parameter(const Tensor& t) {
   return found;
 }
 
-bool same(const Tensor& t, const Dims& size, const Dims& stride, int64_t offset, at::ScalarType dtype) {
-  return t.scalar_type() == dtype && t.storage_offset() == offset && t.sizes().equals(size) &&
-      t.strides().equals(stride);
+bool same(const Tensor& t, const Geometry& view) {
+  return t.scalar_type() == view.dtype && t.storage_offset() == view.offset && t.sizes().equals(view.size()) &&
+      t.strides().equals(view.stride());
 }
 
 // The same, where nobody looks on: without the dispatcher.
-Tensor see_unwatched(const Tensor& base, const Dims& size, const Dims& stride, int64_t offset) {
+Tensor see_unwatched(const Tensor& base, const Geometry& view) {
   c10::TensorImpl* from = base.unsafeGetTensorImpl();
   Tensor made = at::detail::make_tensor<c10::TensorImpl>(
       c10::TensorImpl::VIEW, c10::Storage(base.storage()), from->key_set(), from->dtype());
-  made.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(view.size(), view.stride(), view.offset);
   return made;
 }
 
 // Below autograd.
-Tensor see(const Tensor& base, const Dims& size, const Dims& stride, int64_t offset, at::ScalarType dtype) {
-  if (same(base, size, stride, offset, dtype)) return base;
-  if (base.scalar_type() == dtype) return at::as_strided(base, size, stride, offset);
-  return at::empty({0}, base.options().dtype(dtype)).set_(base.storage(), offset, size, stride);
+Tensor see(const Tensor& base, const Geometry& view) {
+  if (same(base, view)) return base;
+  if (base.scalar_type() == view.dtype) return at::as_strided(base, view.size(), view.stride(), view.offset);
+  return at::empty({0}, base.options().dtype(view.dtype))
+      .set_(base.storage(), view.offset, view.size(), view.stride());
 }
 
 uint64_t numerics() {
@@ -745,7 +794,7 @@ bool is_trainable(Tape* t, const Tensor& a, StorageImpl* storage) {
 void note_origin(Value* v, const Tensor& a) {  // weakly: a view may die long before what it shows
   Ref object = wrap(origin_of(a));
   Ref weak = checked(PyWeakref_NewRef(object.get(), nullptr));
-  set(v->tensor, weak.get());
+  set_seldom(v, &Seldom::tensor, weak.get());
 }
 
 // `Holdings._external`
@@ -775,7 +824,7 @@ void keep_from_dying(Tape* t, Value* v, const Tensor& a, int64_t num_bytes) {
   Ref spare = wrap(alias_of(a));
   if (PyList_Append(t->reserve, spare.get()) < 0) raise();
   Ref weak = checked(PyWeakref_NewRef(spare.get(), nullptr));
-  set(v->tensor, weak.get());
+  set_seldom(v, &Seldom::tensor, weak.get());
   v->reserved = true;
 }
 
@@ -831,6 +880,7 @@ const Operator* describe(const c10::OperatorHandle& op) {
   auto& o = (*known)[op];
   if (!o) {
     auto made = std::make_unique<Operator>(Operator{op});
+    made->num_arguments = op.schema().arguments().size(), made->num_returns = op.schema().returns().size();
     made->func = Ref::of(torch::detail::getTorchApiFunction(op).ptr());
     Ref told = call(py_.describe, made->func.get());  // (operator, view, bits, plain, alias, fills, numerics, in_place, dropout)
     auto flag = [&](int i) { return PyObject_IsTrue(PyTuple_GET_ITEM(told.get(), i)) == 1; };
@@ -922,7 +972,10 @@ PyObject* kept(Tape* t, const Operator* o, const torch::jit::Stack& stack, size_
         PyTuple_SET_ITEM(outs.get(), i,
                          torch::jit::toPyObject(stack[stack.size() - num_returns + i]).release().ptr());
     }
-    asked = call(py_.decide, as_object(t), o->python.get(), outs.get());
+    static Name decide("decide"), nowhere("");
+    Ref address = t->places == Py_None ? Ref::of(nowhere.text) : ATTRIBUTE(as_object(t), address);
+    PyObject* asking[] = {t->verdicts, o->python.get(), address.get(), t->counts, outs.get()};
+    asked = checked(PyObject_VectorcallMethod(decide.text, asking, 5, nullptr));
     decision = asked.get();
   }
   PyObject* why = decision == py_.RECOMPUTE ? nullptr : decision == py_.SAVE ? py_.SAVED : py_.OFFLOADED;
@@ -943,13 +996,15 @@ Ref record_call(Tape* t, const Operator* o, std::vector<IValue>&& args, Ref& deb
   auto* n = PyObject_New(Node, &NodeType);
   if (!n) raise();
   new (&n->args) std::vector<IValue>();
-  new (&n->lists) decltype(n->lists)();
   new (&n->refs) std::vector<Reference>();
-  new (&n->outs) decltype(n->outs)();
+  n->several = nullptr;
   n->description = o, n->has_flags = o->numerics, n->flags = 0;
   n->in_place = o->in_place, n->visit = 0;
   new (&n->device) c10::Device(c10::kCPU);
   Ref node(reinterpret_cast<PyObject*>(n));
+  size_t num_refs = 0;
+  each_tensor(args.data(), args.size(), [&](int, int, const Tensor&) { return ++num_refs; });
+  n->refs.reserve(num_refs);
   each_tensor(args.data(), args.size(), [&](int argument, int item, const Tensor& a) {
     StorageImpl* storage = storage_of(a);
     Ref value = found_in(t, storage);
@@ -960,14 +1015,13 @@ Ref record_call(Tape* t, const Operator* o, std::vector<IValue>&& args, Ref& deb
     } else if (Ref more = debts_of(value.get())) {
       debts = owe(std::move(debts), more);
     }
-    n->refs.push_back({argument, item, std::move(value), Dims(a.sizes().begin(), a.sizes().end()),
-                       Dims(a.strides().begin(), a.strides().end()), a.storage_offset(), a.scalar_type()});
+    n->refs.push_back({argument, item, std::move(value), Geometry(a)});
     return true;
   });
   for (auto& r : n->refs) {
     IValue& a = args[r.argument];
     if (a.isNone()) continue;
-    if (r.item >= 0) n->lists.push_back({r.argument, {a.toListRef().size(), !a.isTensorList()}});
+    if (r.item >= 0) several(n).lists.push_back({r.argument, {a.toListRef().size(), !a.isTensorList()}});
     a = IValue();
   }
   n->args = std::move(args);
@@ -975,18 +1029,18 @@ Ref record_call(Tape* t, const Operator* o, std::vector<IValue>&& args, Ref& deb
   return node;
 }
 
-void record(Tape* t, const c10::OperatorHandle& op, const Operator* o, std::vector<IValue>&& args,
+void record(Tape* t, const Operator* o, std::vector<IValue>&& args,
             const torch::jit::Stack& stack) {
-  size_t num_returns = op.schema().returns().size();
+  size_t num_returns = o->num_returns;
   PyObject* why = kept(t, o, stack, num_returns);
   Ref debts, node;
-  std::vector<StorageImpl*> read;
+  c10::SmallVector<StorageImpl*, 4> read;
   if (o->may_alias)
     each_tensor(args.data(), args.size(), [&](int, int, const Tensor& a) {
       read.push_back(storage_of(a));
       return true;
     });
-  std::vector<std::pair<int, Tensor>> made;
+  c10::SmallVector<std::pair<int, Tensor>, 4> made;
   int slot = -1;
   each_tensor(stack.data() + stack.size() - num_returns, num_returns, [&](int, int, const Tensor& out) {
     slot++;
@@ -1004,14 +1058,14 @@ void record(Tape* t, const c10::OperatorHandle& op, const Operator* o, std::vect
   if (!why) node = record_call(t, o, std::move(args), debts);
   if (made.empty()) return;  // numbers, or views: what the call read has been met all the same
   auto* n = reinterpret_cast<Node*>(node.get());
-  bool several = made.size() > 1 || made[0].first != 0;
+  bool is_one = made.size() == 1 && made[0].first == 0;
   for (auto& [where, out] : made) {
     StorageImpl* storage = storage_of(out);
     Value* v = new_value(storage, node.get(), where, why);
     Ref value(as_object(v));
     if (debts) set(v->debts, debts.get());
     remember(t, storage, value.get());
-    if (several && n) n->outs.emplace_back(where, checked(PyWeakref_NewRef(value.get(), nullptr)));
+    if (!is_one && n) several(n).outs.emplace_back(where, checked(PyWeakref_NewRef(value.get(), nullptr)));
   }
 }
 
@@ -1020,6 +1074,8 @@ void forget_recent(Tape* t, const Operator* o) {
   if (n && !o->fills_saved) PyList_SetSlice(t->recent, 0, n, nullptr);
 }
 
+bool is_filling(const Value* v) { return v->seldom && (v->seldom->coverage || v->seldom->pending); }
+
 // What an operator in place is about to overwrite, if this file knows what to do: recorded here, and held by nobody.
 Ref overwritten(Tape* t, const Operator* o, const IValue* args) {
   if (!is_tensor(args[0])) return Ref();
@@ -1027,7 +1083,7 @@ Ref overwritten(Tape* t, const Operator* o, const IValue* args) {
   StorageImpl* storage = storage_of(a);
   Ref old = found_in(t, storage);
   Value* v = old ? native(old.get()) : nullptr;
-  if (!v || !is_on(old.get(), storage) || !v->node || v->held.defined() || v->boxed || v->coverage || v->pending ||
+  if (!v || !is_on(old.get(), storage) || !v->node || v->held.defined() || v->boxed || is_filling(v) ||
       (v->slot >= 0 && a._version()) || PyList_GET_SIZE(t->recent) || has_holders(a))
     return Ref();
   if (PyDict_GetItemWithError(t->known, o->python.get()) != py_.RECOMPUTE) return Ref();
@@ -1049,7 +1105,7 @@ void record_version(Tape* t, const Tensor& a, Ref node, const Ref& debts) {
   Value* v = new_value(storage_of(a), node.get(), -1, nullptr);
   Ref value(as_object(v));
   if (debts) set(v->debts, debts.get());
-  n->outs.emplace_back(-1, checked(PyWeakref_NewRef(value.get(), nullptr)));
+  several(n).outs.emplace_back(-1, checked(PyWeakref_NewRef(value.get(), nullptr)));
   remember(t, storage_of(a), value.get());
 }
 
@@ -1079,7 +1135,7 @@ struct Interpreter final : c10::impl::PyInterpreterVTable {
     Tape* t = top();
     if (!t || is_python(t) || t->in_fake_mode || in_fake_mode()) return theirs->dispatch(op, stack);
     const Operator* o = describe(op);
-    size_t n = op.schema().arguments().size();
+    size_t n = o->num_arguments;
     const IValue* args = stack->data() + stack->size() - n;
     bool pure = o->plain || o->in_place || (o->dropout >= 0 && args[o->dropout].isDouble() && args[o->dropout].toDouble() == 0);
     bool simple = o->view || (pure && (t->paused || c10::typeMetaToScalarType(c10::get_default_dtype()) == t->dtype));
@@ -1109,7 +1165,7 @@ struct Interpreter final : c10::impl::PyInterpreterVTable {
     op.callBoxed(stack);
     WithGIL gil;
     forget_recent(t, o);
-    record(t, op, o, std::move(given), *stack);
+    record(t, o, std::move(given), *stack);
     given.clear();
   }
 
@@ -1125,7 +1181,7 @@ struct Interpreter final : c10::impl::PyInterpreterVTable {
         written = args[0].toTensor();
         node = record_call(t, o, std::vector<IValue>(args, args + n), debts);
         if (PyDict_DelItem(t->values, key_of(storage_of(written)).get()) < 0) raise();
-        set(native(old.get())->tensor, nullptr);  // `holding_rules.preserve`, for what nobody holds
+        set_seldom(native(old.get()), &Seldom::tensor, nullptr);  // `holding_rules.preserve`, for what nobody holds
       }
     }
     if (!written.defined()) return false;
@@ -1239,9 +1295,7 @@ PyObject* pack(PyObject* self, PyObject* object) {
     }
     auto* h = PyObject_New(Handle, &HandleType);
     if (!h) raise();
-    new (&h->size) Dims(shown.sizes().begin(), shown.sizes().end());
-    new (&h->stride) Dims(shown.strides().begin(), shown.strides().end());
-    h->offset = shown.storage_offset(), h->dtype = shown.scalar_type();
+    new (&h->view) Geometry(shown);
     h->tape = Py_NewRef(self), h->value = value.release(), h->checksum = nullptr;
     Ref handle(reinterpret_cast<PyObject*>(h));
     if (!v->saved) {
@@ -1312,6 +1366,8 @@ bool replay_order(PyObject* value, Order& order) {
   static uint64_t visits = 0;
   uint64_t visit = ++visits;
   std::vector<Frame> stack;
+  stack.reserve(16);
+  order.reserve(64);
   std::unordered_set<PyObject*> seen;
   auto is_new = [&](PyObject* node) {
     if (Py_TYPE(node) != &NodeType) return seen.insert(node).second;
@@ -1358,18 +1414,21 @@ void made(Value* v, Tensor held) {
 
 // Run one recorded operator, and leave the results in the values that can still be reached.
 void run(Node* n, Value* wanted) {
-  torch::jit::Stack stack(n->args);
-  for (auto& [argument, list] : n->lists) {
-    if (list.second) {
-      c10::List<std::optional<Tensor>> items;
-      items.resize(list.first);
-      stack[argument] = std::move(items);
-    } else {
-      c10::List<Tensor> items;
-      items.resize(list.first);
-      stack[argument] = std::move(items);
+  torch::jit::Stack stack;
+  stack.reserve(std::max(n->args.size(), n->description->num_returns));
+  stack.assign(n->args.begin(), n->args.end());
+  if (n->several)
+    for (auto& [argument, list] : n->several->lists) {
+      if (list.second) {
+        c10::List<std::optional<Tensor>> items;
+        items.resize(list.first);
+        stack[argument] = std::move(items);
+      } else {
+        c10::List<Tensor> items;
+        items.resize(list.first);
+        stack[argument] = std::move(items);
+      }
     }
-  }
   // The call must write and read a written value in one place: its tensors may share a storage.
   PyObject* written = n->in_place ? n->refs[0].value.get() : nullptr;
   bool watched = written || c10::impl::TorchDispatchModeTLS::stack_len();
@@ -1384,12 +1443,10 @@ void run(Node* n, Value* wanted) {
   }
   for (auto& r : n->refs) {
     Tensor base = r.value.get() == written && written ? fresh : intact(r.value.get());
-    num_elements += c10::multiply_integers(r.size);
+    num_elements += c10::multiply_integers(r.view.size());
     TORCH_CHECK(base.defined(), "nothing holds a value that a replay needs. This is a defect of actmem: please report it.");
-    bool quick = !watched && is_plain(base, true) && base.scalar_type() == r.dtype &&
-        !same(base, r.size, r.stride, r.offset, r.dtype);
-    Tensor tensor = quick ? see_unwatched(base, r.size, r.stride, r.offset)
-                          : see(base, r.size, r.stride, r.offset, r.dtype);
+    bool quick = !watched && is_plain(base, true) && base.scalar_type() == r.view.dtype && !same(base, r.view);
+    Tensor tensor = quick ? see_unwatched(base, r.view) : see(base, r.view);
     if (r.item < 0)
       stack[r.argument] = std::move(tensor);
     else if (stack[r.argument].isTensorList())
@@ -1408,12 +1465,13 @@ void run(Node* n, Value* wanted) {
   size_t next = 0;
   each_tensor(stack.data(), stack.size(), [&](int, int, const Tensor& out) {
     slot++;
-    if (n->outs.empty()) {
+    if (!n->several || n->several->outs.empty()) {
       made(wanted, out);
       return false;
     }
-    if (next < n->outs.size() && n->outs[next].first == slot) {
-      PyObject* value = PyWeakref_GetObject(n->outs[next++].second.get());
+    auto& outs = n->several->outs;
+    if (next < outs.size() && outs[next].first == slot) {
+      PyObject* value = PyWeakref_GetObject(outs[next++].second.get());
       Value* v = value == Py_None ? nullptr : native(value);
       if (v && v->node == reinterpret_cast<PyObject*>(n)) made(v, out);
     }
@@ -1484,14 +1542,14 @@ PyObject* unpack(PyObject*, PyObject* packed) {
     if (v->boxed) return call(py_.unpack, packed).release();
     Tensor base = intact(h->value);
     if (Py_REFCNT(h->value) > 1 && asked_by_function()) return call(py_.unpack, packed).release();
-    if (same(base, h->size, h->stride, h->offset, h->dtype)) {
+    if (same(base, h->view)) {
       Ref object = wrap(base);
       if (!THPVariable_CheckExact(object.get()) && PyObject_IsInstance(object.get(), py_.Parameter) == 1)
         call(py_.opened_parameter, object.get());
       return object.release();
     }
     at::AutoDispatchBelowAutograd below;
-    return wrap(see(base, h->size, h->stride, h->offset, h->dtype)).release();
+    return wrap(see(base, h->view)).release();
   });
 }
 
@@ -1511,7 +1569,7 @@ PyObject* configure(PyObject*, PyObject* given) {
   py_.name = PyDict_GetItemString(given, #name);                          \
   if (!py_.name) return PyErr_Format(PyExc_KeyError, "%s is missing", #name); \
   Py_INCREF(py_.name);
-  TAKE(describe) TAKE(meet) TAKE(hold_in_handler) TAKE(hold) TAKE(pack) TAKE(settle) TAKE(decide)
+  TAKE(describe) TAKE(meet) TAKE(hold_in_handler) TAKE(hold) TAKE(pack) TAKE(settle)
   TAKE(note_holder) TAKE(is_trainable) TAKE(unpack) TAKE(run) TAKE(enter) TAKE(leave) TAKE(held)
   TAKE(asked_by_function) TAKE(opened_parameter) TAKE(without_bits) TAKE(numerics) TAKE(copied) TAKE(Parameter) TAKE(RECOMPUTE)
   TAKE(SAVE) TAKE(SAVED) TAKE(OFFLOADED) TAKE(CUT) TAKE(EXTERNAL) TAKE(UNSEEN) TAKE(nothing)
