@@ -60,7 +60,8 @@ def native_tape_class(core: ModuleType) -> type[Tape]:
         "Parameter": torch.nn.Parameter,
         "nothing": lambda: None,
         **{d.name: d for d in (Decision.RECOMPUTE, Decision.SAVE)},
-        **{r.name: r for r in (Reason.SAVED, Reason.OFFLOADED, Reason.CUT, Reason.EXTERNAL, Reason.UNSEEN)},
+        **{r.name: r for r in (Reason.SAVED, Reason.OFFLOADED, Reason.CUT, Reason.EXTERNAL)},
+        **{r.name: r for r in (Reason.BARRIER, Reason.UNSEEN)},
     }
     core.configure(given)
     HANDLES.add(core.Handle)

@@ -63,6 +63,7 @@ class Verdicts:
 
     def __init__(self, rules: tuple[_Resolved, ...], attention: frozenset[str]) -> None:
         self._rules = rules
+        self._names_modules = any(r.modules is not None for r in rules)
         self._attention = attention
         """Paths of the attention modules: where attention runs unfused, it is found there."""
         asks = any(rule.names_attention or rule.target in KERNEL_OUTSIDE for rule in rules)
@@ -84,7 +85,7 @@ class Verdicts:
     @property
     def follows_modules(self) -> bool:
         """Return whether a decision needs the path of the running module."""
-        return self.unfused or any(r.modules is not None for r in self._rules)
+        return self.unfused or self._names_modules
 
     @property
     def looks_into_modules(self) -> bool:

@@ -56,7 +56,7 @@ constexpr int64_t UNCHECKED = -1;
 struct {
   PyObject *describe, *meet, *hold_in_handler, *hold, *pack, *settle, *note_holder, *is_trainable;
   PyObject *unpack, *run, *enter, *leave, *held, *asked_by_function, *opened_parameter, *without_bits, *numerics, *copied;
-  PyObject *Parameter, *RECOMPUTE, *SAVE, *SAVED, *OFFLOADED, *CUT, *EXTERNAL, *UNSEEN, *nothing;
+  PyObject *Parameter, *RECOMPUTE, *SAVE, *SAVED, *OFFLOADED, *CUT, *EXTERNAL, *BARRIER, *UNSEEN, *nothing;
 } py_;
 
 [[noreturn]] void raise() {
@@ -224,7 +224,7 @@ struct Holders {  // `holdings._Holders`
 struct Tape {  // the part of a tape's state that this file reads and writes
   PyObject_HEAD
   PyObject *values, *recent, *provisional, *known, *cut, *inputs, *trainable, *outer, *reserve, *observation, *away;
-  PyObject *verdicts, *counts, *places;
+  PyObject *verdicts, *counts, *places, *free;
   long long budget, index;
   char paused, bits, numbered, in_fake_mode;
   at::ScalarType dtype;
@@ -574,6 +574,7 @@ PyMemberDef tape_members[] = {
     MEMBER("_reserve", T_OBJECT, reserve),     MEMBER("observation", T_OBJECT, observation),
     MEMBER("_away", T_OBJECT, away),           MEMBER("_verdicts", T_OBJECT, verdicts),
     MEMBER("_counts", T_OBJECT, counts),       MEMBER("_places", T_OBJECT, places),
+    MEMBER("_free", T_OBJECT, free),
     MEMBER("_budget", T_LONGLONG, budget),     MEMBER("_index", T_LONGLONG, index),
     MEMBER("paused", T_BOOL, paused),          MEMBER("_bits", T_BOOL, bits),
     MEMBER("_numbered", T_BOOL, numbered),     MEMBER("_in_fake_mode", T_BOOL, in_fake_mode), {nullptr}};
@@ -581,7 +582,8 @@ PyMemberDef tape_members[] = {
 
 void clear_tape(Tape* t) {
   for (PyObject** field : {&t->values, &t->recent, &t->provisional, &t->known, &t->cut, &t->inputs, &t->trainable,
-                           &t->outer, &t->reserve, &t->observation, &t->away, &t->verdicts, &t->counts, &t->places})
+                           &t->outer, &t->reserve, &t->observation, &t->away, &t->verdicts, &t->counts, &t->places,
+                           &t->free})
     Py_CLEAR(*field);
 }
 
@@ -1270,6 +1272,37 @@ void hold_saved(Tape* t, Value* v, const Tensor& shown, PyObject* object) {
   if (PyList_Append(t->provisional, as_object(v)) < 0) raise();
 }
 
+// `barriers.settle`, where this file made everything that is owed.
+void settle(Tape* t, Value* v, const Tensor& shown, PyObject* object) {
+  Ref debts = Ref::of(v->debts);
+  auto num_bytes = static_cast<int64_t>(storage_of(shown)->nbytes());
+  c10::SmallVector<std::pair<Value*, Tensor>, 4> found;
+  int64_t owed_bytes = 0;
+  bool gone = false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(debts.get()); i++) {
+    Value* owed = native(PyTuple_GET_ITEM(debts.get(), i));
+    if (owed && is_held(as_object(owed))) continue;
+    PyObject* alive = owed && owed->seldom && owed->seldom->tensor ? PyWeakref_GetObject(owed->seldom->tensor) : Py_None;
+    if (!owed || (alive != Py_None && !is_plain(THPVariable_Unpack(alive)))) {
+      call(py_.settle, as_object(t), as_object(v), checked(PyLong_FromLongLong(num_bytes)).get(), object);
+      return;
+    }
+    if (alive == Py_None || storage_of(THPVariable_Unpack(alive)) != owed->storage._unsafe_get_target())
+      gone = true;
+    else
+      found.emplace_back(owed, THPVariable_Unpack(alive));
+    if (PySequence_Contains(t->free, owed->why ? owed->why : Py_None) != 1) owed_bytes += owed->num_bytes;
+  }
+  if (gone || owed_bytes > num_bytes) {
+    hold(t, v, shown, false);
+    set(v->why, py_.BARRIER);
+    release_chain(std::exchange(v->node, nullptr));
+  } else {
+    for (auto& [owed, alive] : found) hold(t, owed, alive, false);
+  }
+  set(v->debts, nullptr);
+}
+
 PyObject* pack(PyObject* self, PyObject* object) {
   return guarded([&]() -> PyObject* {
     auto* t = reinterpret_cast<Tape*>(self);
@@ -1291,7 +1324,7 @@ PyObject* pack(PyObject* self, PyObject* object) {
       if (!v->node)
         hold_saved(t, v, shown, object);
       else if (v->debts)
-        call(py_.settle, self, value.get(), checked(PyLong_FromSize_t(storage->nbytes())).get(), object);
+        settle(t, v, shown, object);
     }
     auto* h = PyObject_New(Handle, &HandleType);
     if (!h) raise();
@@ -1572,7 +1605,7 @@ PyObject* configure(PyObject*, PyObject* given) {
   TAKE(describe) TAKE(meet) TAKE(hold_in_handler) TAKE(hold) TAKE(pack) TAKE(settle)
   TAKE(note_holder) TAKE(is_trainable) TAKE(unpack) TAKE(run) TAKE(enter) TAKE(leave) TAKE(held)
   TAKE(asked_by_function) TAKE(opened_parameter) TAKE(without_bits) TAKE(numerics) TAKE(copied) TAKE(Parameter) TAKE(RECOMPUTE)
-  TAKE(SAVE) TAKE(SAVED) TAKE(OFFLOADED) TAKE(CUT) TAKE(EXTERNAL) TAKE(UNSEEN) TAKE(nothing)
+  TAKE(SAVE) TAKE(SAVED) TAKE(OFFLOADED) TAKE(CUT) TAKE(EXTERNAL) TAKE(BARRIER) TAKE(UNSEEN) TAKE(nothing)
 #undef TAKE
   install();
   Py_RETURN_NONE;
