@@ -18,13 +18,17 @@ from torch import nn
 
 import actmem
 from actmem.cli.demo import Size
-from benchmarks.models import llama, train_step
+from actmem.modes import Mode
+from actmem.native import build
+from benchmarks.models import SELECTIVE, llama, train_step
 from benchmarks.outcome import Bound, Outcome
 
 TINY = Size(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn=64, vocab=64, batch=1, length=8)
 TRAINING = ("plain", "torch full", "torch selective", "actmem full", "actmem selective", "actmem save everything")
 SELECTIVE_LIMIT = 0.75
 NOTHING_LIMIT = 1.02
+NATIVE_LIMITS = {"actmem full": ("torch full", 0.65), "actmem selective": ("torch selective", 0.33)}
+"""Under the native tape, time of a form over that of one of torch's, at most."""
 NUM_ATTEMPTS = 3
 NUM_WARM_UP = 5
 CONTROL = "a second plain model"
@@ -46,6 +50,7 @@ def run(size: Size = TINY, *, num_repetitions: int = 100, num_close_repetitions:
     try:
         _time_training(outcome, size, num_repetitions)
         _time_nothing(outcome, size, num_close_repetitions)
+        _time_native(outcome, size, num_repetitions)
     finally:
         torch.set_num_threads(threads)
     return outcome
@@ -112,6 +117,32 @@ def _time_nothing(outcome: Outcome, size: Size, num_repetitions: int) -> None:
         outcome.measured[f"{name}, alone with plain"]["tried"] = _listed(tried)
         if name != CONTROL:
             outcome.bounds.append(Bound(f"{name}: time / plain", best, NOTHING_LIMIT, exact=False))
+
+
+def _time_native(outcome: Outcome, size: Size, num_repetitions: int) -> None:
+    """Time the native tape against torch's forms, where its core can be compiled."""
+    try:
+        build()
+    except actmem.UnsupportedError as why:
+        outcome.measured["native tape"] = {"skipped": str(why).split(". ", 1)[0]}
+        return
+    modes: dict[str, Mode] = {"actmem full": actmem.Full(), "actmem selective": SELECTIVE}
+    for form, (other, limit) in NATIVE_LIMITS.items():
+        model = llama(size, "plain")
+        actmem.apply(model, modes[form], native=True)
+        steps = {"ours": _training(model, size), "theirs": _training(llama(size, other), size)}
+        best, tried = inf, []
+        while len(tried) < NUM_ATTEMPTS and best > limit:
+            seconds = _interleaved(steps, num_repetitions)
+            tried.append(_ratio(seconds["ours"], seconds["theirs"]))
+            if tried[-1] < best:
+                best = tried[-1]
+                outcome.measured[f"{form}, native"] = {
+                    "step_seconds": median(seconds["ours"]),
+                    f"to_{other.replace(' ', '_')}": best,
+                }
+        outcome.measured[f"{form}, native"]["tried"] = _listed(tried)
+        outcome.bounds.append(Bound(f"{form}, native: time / {other}", best, limit, exact=False))
 
 
 def _training(model: nn.Module, size: Size) -> Step:

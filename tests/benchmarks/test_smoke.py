@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shutil
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -61,7 +62,9 @@ def test_overhead_counts_operators_exactly_and_times_every_variant() -> None:
     assert all(bound.kept for bound in outcome.bounds if bound.exact)
     assert set(overhead.TRAINING) <= set(outcome.measured)
     assert all(figures.get("step_seconds", 1) > 0 for figures in outcome.measured.values())
-    assert [bound.limit for bound in outcome.bounds if not bound.exact] == [0.75, 1.02, 1.02, 1.02]
+    native = [] if shutil.which("g++") is None else [0.65, 0.33]
+    assert [bound.limit for bound in outcome.bounds if not bound.exact] == [0.75, 1.02, 1.02, 1.02, *native]
+    assert native or "g++ is not there" in outcome.measured["native tape"]["skipped"]
 
 
 def test_memory_bounds_hold_in_small() -> None:

@@ -1,6 +1,7 @@
 """The native core is built on request, refused where it was not, and used only if it does what the Python tape does."""
 
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import actmem
-from actmem.engine import Tape
+from actmem.cli.demo import LlamaLike, Size
+from actmem.decision_rules import Rule
+from actmem.engine import Tape, resolve
 from actmem.native import build, native_tape
 from actmem.native.core_check import difference
 
@@ -120,3 +123,44 @@ def test_a_buffer_that_is_reused_by_out_keeps_its_old_versions() -> None:
         grads.append([p.grad for p in blocks.parameters()])
     for other in grads[1:]:
         assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
+
+
+def num_nodes(value: Any) -> int:
+    """Count the recorded operators that lead to a value."""
+    nodes: set[int] = set()
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        v = waiting.pop()
+        if v is not None and id(v) not in seen:
+            seen.add(id(v))
+            if v.node is not None:
+                nodes.add(id(v.node))
+                waiting += [ref[2] for ref in v.node.refs]
+    return len(nodes)
+
+
+@needs_compiler
+def test_a_recorded_operator_takes_less_than_400_bytes_of_python_objects() -> None:
+    build()
+    kind: Any = native_tape(True).kind
+    size = Size(dim=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn=64, vocab=64, batch=1, length=8)
+    model = LlamaLike(size)
+    calls: list[tuple[Any, Any]] = []
+    block: Any = model.layers[0]
+    hook = block.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    model(*size.tokens())
+    hook.remove()
+    args, kwargs = calls[0]
+    verdicts = resolve((Rule("recompute"),), layer=0, num_layers=1, modules={"": ""}, roles={})
+    for _ in range(2):  # the first call describes the operators
+        tape = kind(verdicts, None, inputs=[args[0]], trainable=frozenset)
+        tracemalloc.start()
+        with torch.no_grad(), tape:
+            out = block(*args, **kwargs)
+        value = tape._lookup(out)
+        tape.close()
+        num_bytes = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+    assert num_nodes(value) > 30
+    assert num_bytes / num_nodes(value) < 400

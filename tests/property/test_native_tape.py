@@ -20,8 +20,8 @@ from tests.property import programs as running
 from tests.property.programs import Model, Outcome, Program
 from tests.property.test_random_programs import HALF, operators_by_chance, programs
 
-NUM_SEEDS = settings().max_examples // 5
-"""With the profile "many", 100 for each mode: 600 programs."""
+NUM_SEEDS = settings().max_examples // 8
+"""With the profile "many", 62 for each mode: 372 programs."""
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: the native core is not built")
 
