@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 import actmem
 from actmem.cli.demo import Size
+from actmem.native import build as build_core
 from benchmarks.hugging_models import LoraSize, checkpoint_as_people_do, lora, mixtral, mixtral_tokens
-from benchmarks.models import llama
+from benchmarks.models import SELECTIVE, llama
 from benchmarks.outcome import Bound, Outcome
 from benchmarks.tape_bytes import tape_bytes
 
@@ -52,6 +53,7 @@ class Ratio(NamedTuple):
 
 
 TINY_RATIOS = (Ratio(FULL, "torch full", 1.45, 1.00), Ratio("actmem selective", "torch selective", 0.75, 0.50))
+NATIVE_RATIOS = (Ratio(FULL, "torch full", 0.65), Ratio("actmem selective", "torch selective", 0.33))
 LORA_RATIOS = (Ratio(FULL, HUGGING_FACE, 1.15, 1.00), Ratio(BUDGET, HUGGING_FACE, 1.00))
 TAPE_LIMIT, TAPE_AIM = 1700, 400
 """Bytes of Python objects for each value that is replayed."""
@@ -121,6 +123,7 @@ def run(
             models = {form: case.build(form) for form in TRAINING}
             _time_forms(outcome, case, models, TINY_RATIOS, num_repetitions)
             _time_nothing(outcome, case, num_close_repetitions)
+        _time_native(outcome, size, num_repetitions)
         _time_lora(outcome, lora_size, num_lora_repetitions)
     finally:
         torch.set_num_threads(threads)
@@ -252,6 +255,22 @@ def _time_nothing(outcome: Outcome, case: Case, num_repetitions: int) -> None:
         outcome.measured[f"{case.name}, {name}, alone with plain"]["tried"] = _listed(tried)
         if name != CONTROL:
             outcome.bounds.append(Bound(f"{case.name}, {name}: time / plain", best, NOTHING_LIMIT, exact=False))
+
+
+def _time_native(outcome: Outcome, size: Size, num_repetitions: int) -> None:
+    """Time the native tape against torch's forms, where its core can be compiled."""
+    try:
+        build_core()
+    except actmem.UnsupportedError as why:
+        outcome.measured["native tape"] = {"skipped": str(why).split(". ", 1)[0]}
+        return
+    tokens = size.tokens()
+    case = Case("Llama, native tape", partial(llama, size), lambda model: model(*tokens))
+    models: dict[str, nn.Module] = {form: case.build(form) for form in ("plain", "torch full", "torch selective")}
+    for form, mode in ((FULL, actmem.Full()), ("actmem selective", SELECTIVE)):
+        models[form] = case.build("plain")
+        actmem.apply(models[form], mode, native=True)
+    _time_forms(outcome, case, models, NATIVE_RATIOS, num_repetitions)
 
 
 def _interleaved(steps: dict[str, Step], num_repetitions: int) -> dict[str, list[float]]:

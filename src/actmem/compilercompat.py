@@ -29,6 +29,7 @@ __all__ = [
     "compiler_of",
     "compiles_never",
     "graph_breaks",
+    "has_compiled",
     "has_hooks",
     "innermost_backend",
     "is_compiled_backward",
@@ -62,6 +63,12 @@ def leave_frame() -> Any:
     from torch._dynamo.types import ConvertFrameReturn
 
     return ConvertFrameReturn(apply_to_code=False)
+
+
+def has_compiled() -> bool:
+    """Return whether torch's compiler has compiled anything in this process."""
+    module: Any = sys.modules.get("torch._dynamo.utils")
+    return module is not None and bool(module.counters["frames"])
 
 
 def graph_breaks() -> dict[str, int]:

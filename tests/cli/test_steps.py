@@ -35,6 +35,7 @@ DOCUMENTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "explain": (0, ("explain", "log.txt")),
     "snapshot": (0, ("snapshot", "recorded.pickle")),
     "devices": (0, ("devices",)),
+    "native": (0, ("native", "build")),
     "error": (2, ("fit", "llama-9", "--device", "flat", "--budget", "2MiB")),
 }
 

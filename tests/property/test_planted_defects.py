@@ -23,6 +23,12 @@ from actmem.engine import coverage, holdings, operators, replay, tape, values
 Body = Callable[["_Block", Tensor], Tensor]
 
 
+@pytest.fixture(autouse=True)
+def _python_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defects are planted in the Python tape."""
+    monkeypatch.setenv("ACTMEM_NATIVE", "0")
+
+
 class _Block(nn.Module):
     def __init__(self, body: Body) -> None:
         super().__init__()

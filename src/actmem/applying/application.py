@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -17,10 +18,11 @@ from actmem.applying.optimizer_choice import OptimizerChoice, choose_optimizer, 
 from actmem.applying.rule_checks import check_rules
 from actmem.compilercompat import keep_graph_order
 from actmem.decisions import Decision
-from actmem.engine import BlockFamily, Compilation, UnseenFunctions, Verdicts, record_compiled_regions, resolve
+from actmem.engine import BlockFamily, Compilation, Tape, UnseenFunctions, Verdicts, record_compiled_regions, resolve
 from actmem.errors import ApplyError, ModeError, PlanError, StructureError
 from actmem.job_plan import JobPlan
 from actmem.modes import Budget, FromPlan, Mode, Selective
+from actmem.native import PYTHON_TAPE, NativeTape, native_tape
 from actmem.offloading import Offloader, make_offloader
 from actmem.plan import Plan
 from actmem.reporting import Report, Trace, compiled_graphs, gather, paths_of, summarise
@@ -28,15 +30,7 @@ from actmem.settings import Offload, OptimizerState, Split, StepInBackward, chec
 from actmem.splitting import SplitModel
 from actmem.structure import Block, check_module, find_blocks, find_roles, fingerprint, layer_type, named_modules
 
-__all__ = [
-    "Applied",
-    "apply",
-    "check_offload",
-    "device_of",
-    "refuse_blocks",
-    "refuse_host_on_cpu",
-    "refuse_state",
-]
+__all__ = ["Applied", "apply", "check_offload", "device_of", "refuse_blocks", "refuse_host_on_cpu", "refuse_state"]
 
 _MODES: tuple[type, ...] = get_args(Mode)
 Engine = Literal["auto", "tape", "checkpoint"]
@@ -57,6 +51,7 @@ class Applied:
         undo: Sequence[Callable[[], None]] = (),
         opaque: UnseenFunctions | None = None,
         split: SplitModel | None = None,
+        native: NativeTape = PYTHON_TAPE,
     ) -> None:
         self.plan = plan
         """The resolved decision: print it, save it, read it back."""
@@ -66,7 +61,7 @@ class Applied:
         self._offloader = offloader
         self._undo = list(undo)
         self._opaque = opaque
-        self._split = split
+        self._split, self._native = split, native
 
     def report(self) -> Report:
         """Report which engine ran, and what the latest observed step saved, recomputed, and could not replay. Print it.
@@ -115,7 +110,7 @@ class Applied:
             notes.append("pin = True has no meaning here: there is no accelerator, and so no page-locked memory.")
         notes += broken_notes(self._runners)
         notes += [] if self._opaque is None else self._opaque.notes()
-        notes += [] if self._split is None else self._split.notes()
+        notes += [*([] if self._split is None else self._split.notes()), *self._native.notes]
         skipped = [s.path for s in self._runners if s.num_without_gradient and s.decisions is None]
         if skipped:
             notes.append(f"skipped, because no gradient flows through: {paths_of(tuple(skipped))}.")
@@ -175,6 +170,7 @@ def apply(
     optimizer: Optimizer | None = None,
     step_in_backward: StepInBackward | None = None,
     optimizer_state: OptimizerState | None = None,
+    native: bool | Literal["auto"] = False,
 ) -> Applied:
     """Change a model so that training holds only what a mode lets it hold. In place, reversible, names unchanged.
 
@@ -207,6 +203,7 @@ def apply(
         optimizer: your optimizer, for a `Budget` that counts it, and for a plan or the next two that change its steps.
         step_in_backward: step each parameter as soon as its gradient is complete, and drop the gradient.
         optimizer_state: where to keep the optimizer's state: `OptimizerState(to="disk")`.
+        native: True has the tape's hot path run compiled, by `actmem native build`; "auto" does where it was built.
 
     Returns:
         The handle to print what was done, and to undo it.
@@ -230,6 +227,7 @@ def apply(
     told = optimizer, step_in_backward, optimizer_state
     choice = None if told == (None, None, None) else choose_optimizer(mode, *told)
     more: dict[str, Any] = {"split": split, **({} if choice is None else choice.settings)}
+    tape = native_tape(native) if native or os.environ.get("ACTMEM_NATIVE") else PYTHON_TAPE
     if split is not None:
         check_split(split, with_plan=isinstance(mode, (Plan, FromPlan)))
     if isinstance(mode, Budget):
@@ -242,7 +240,7 @@ def apply(
     if collectives == "recompute":
         resolved = resolved._replace(plan=replace(resolved.plan, collectives=collectives))
     _refuse_reissued(resolved.plan, engine)
-    return _install(model, resolved, engine, opaque, loss, choice, counted)
+    return _install(model, resolved, engine, opaque, loss, choice, counted, tape)
 
 
 # ---------------------------------------------------------------- validate: refuse what cannot be
@@ -426,8 +424,9 @@ def _resolve(
     roles = find_roles(model, found)
     typed = any(rule.layer_type is not None for rule in plan.rules)
     layer_types = [layer_type(b.module) if typed else None for b in found]
-    if isinstance(mode, Selective):
-        plan = _without_absent(plan, {name for its_roles in roles for name in its_roles})
+    if isinstance(mode, Selective):  # what it says about parts that are not here, such as gates of routers, is left out
+        present = {name for its_roles in roles for name in its_roles}
+        plan = replace(plan, rules=tuple(r for r in plan.rules if not (r.target and r.op) or r.target in present))
     if any(rule.selectors for rule in plan.rules):
         check_rules(plan.rules, found, roles, layer_types, model)
     check_offload(plan, model, engine)
@@ -443,11 +442,6 @@ def _resolve(
         for block, its_roles, its_type in zip(found, roles, layer_types, strict=True)
     ]
     return _Resolved(plan, found, roles, verdicts)
-
-
-def _without_absent(plan: Plan, present: set[str]) -> Plan:
-    """Leave out what `Selective` says about parts that this model does not have, such as the gates of routers."""
-    return replace(plan, rules=tuple(r for r in plan.rules if not (r.target and r.op) or r.target in present))
 
 
 def _blocks_of(
@@ -531,6 +525,7 @@ def _install(
     loss: Callable[[Any], Any] | None,
     choice: OptimizerChoice | None,
     counted: Any,
+    tape: NativeTape,
 ) -> Applied:
     plan, blocks = resolved.plan, resolved.blocks
     steps = plan.step_in_backward is not None or plan.optimizer_state is not None
@@ -545,7 +540,7 @@ def _install(
     shared = SharedState(plan, model)
     unseen = UnseenFunctions(replay=opaque == "replay")
     compilation = Compilation({b.path: b.module for b in blocks}, shared.log)
-    shared.runners = _runners(resolved, engine, shared, compilation, offloader, unseen)
+    shared.runners = _runners(resolved, engine, shared, compilation, offloader, unseen, tape.kind)
     undo: list[Callable[[], None]] = []
     if engine == "checkpoint":
         undo.append(keep_graph_order())
@@ -561,7 +556,7 @@ def _install(
         undo.append(split.remove)
     if stepping is not None:
         undo.append(stepping.remove)
-    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen, split)
+    return Applied(plan, blocks, shared.runners, compilation, offloader, undo, unseen, split, tape)
 
 
 def _runners(
@@ -571,6 +566,7 @@ def _runners(
     compilation: Compilation,
     offloader: Offloader | None,
     unseen: UnseenFunctions,
+    tape: type[Tape] | None,
 ) -> tuple[BlockRunner, ...]:
     """Make a runner for each block. Blocks of one class for which the plan says the same are one family."""
     plan = resolved.plan
@@ -595,6 +591,7 @@ def _runners(
                 offload=plan.offload,
                 exact=plan.exact,
                 opaque=unseen,
+                native=tape,
             )
         )
     return tuple(runners)

@@ -43,7 +43,7 @@ from torch.fx import GraphModule
 
 from actmem import ops
 from actmem.applying.class_exchange import Exchanged, set_class
-from actmem.compilercompat import break_graph, graph_breaks
+from actmem.compilercompat import break_graph, graph_breaks, has_compiled
 from actmem.engine import (
     DESCRIBED,
     IMPORTED,
@@ -277,6 +277,7 @@ class BlockRunner:
         offload: Offload | None = None,
         exact: bool = False,
         opaque: UnseenFunctions | None = None,
+        native: type[Tape] | None = None,
     ) -> None:
         self.path = path
         self.family = family
@@ -314,6 +315,8 @@ class BlockRunner:
         """The plan is followed to the letter. See NOTE [ Barriers ]."""
         self._opaque = opaque
         """What is known of autograd Functions that launch unseen kernels, for all blocks of the model."""
+        self._native = native
+        """The tape with a native core; None: the Python tape runs."""
         self._reissue = reissue
         """Functional collectives may run again."""
         self._cut: Cut | None = None
@@ -379,7 +382,9 @@ class BlockRunner:
         tracer = None if observation is None else Tracer(self.verdicts, reissue=self._reissue)
         if tracer is not None:
             self.decisions = tracer.rows
-        tape = Tape(
+        # Where anything is compiled, compiled functions may run inside the block.
+        kind: Any = Tape if self._native is None or has_compiled() else self._native
+        tape = kind(
             tracer or self.verdicts,
             observation,
             inputs=inputs,
@@ -392,7 +397,7 @@ class BlockRunner:
             opaque=self._opaque,
         )
         try:
-            with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack):
+            with torch.autograd.graph.saved_tensors_hooks(tape.pack, unpack if kind is Tape else kind.unpack):
                 if self._nested:
                     with _keeping_outputs(tape, block, self._nested), tape:
                         return forward(block, *args, **kwargs)

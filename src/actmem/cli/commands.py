@@ -24,6 +24,7 @@ __all__ = [
     "Largest",
     "Loading",
     "Measure",
+    "Native",
     "Planning",
     "Ranks",
     "Schema",
@@ -363,6 +364,17 @@ class Devices(Common):
 
 
 @dataclass(frozen=True)
+class Native(Common):
+    """Build the native core of the tape with this machine's C++ compiler, check it, and keep it for native=True."""
+
+    action: Annotated[Positional[Literal["build"]], arg(help_behavior_hint="")]
+    """What to do: build."""
+    _: KW_ONLY
+    again: _Flag = False
+    """Build it even if it was built before for this torch, this Python and this version of actmem."""
+
+
+@dataclass(frozen=True)
 class Demo(Common):
     """Train a small model under several modes and plan a large one. Takes about half a minute."""
 
@@ -389,6 +401,7 @@ Command = (
     | Snapshot
     | Record
     | Devices
+    | Native
     | Demo
     | Schema
 )
@@ -407,6 +420,7 @@ COMMANDS: dict[str, type[Command]] = {
     "snapshot": Snapshot,
     "record": Record,
     "devices": Devices,
+    "native": Native,
     "demo": Demo,
     "schema": Schema,
 }

@@ -52,6 +52,7 @@ _RUNNERS: dict[str, tuple[str, str, str]] = {
     "snapshot": ("snapshot", "run", "show"),
     "record": ("record", "run", "show"),
     "devices": ("device_table", "run", "show"),
+    "native": ("native_core", "run", "show"),
     "demo": ("demo", "run", ""),
 }
 """For each command: its module, the function that runs it and the function that prints the result. Modules are imported

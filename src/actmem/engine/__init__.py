@@ -7,6 +7,7 @@ or prints.
 - `verdicts.py` decides for each operator by the rules of a plan.
 - `holdings.py`, `barriers.py`, `coverage.py`, `overwrites.py` and `away.py` settle what is held, copied or offloaded.
 - `replay.py` runs recorded operators again, when a value is first needed.
+- `native_tape.py` is the tape whose hot path is compiled; the core itself is in `native`.
 - `observation.py` notes what ran, for reports, and finds the least that must be held.
 - `compiled_regions.py` has the graphs of compiled functions recorded as one operator each.
 - `eager_checkpoint.py` and `second_forward.py` are torch's own checkpoint under the same plan; `torch.compile` uses it.
@@ -39,6 +40,7 @@ from actmem.engine.holding_rules import (
 )
 from actmem.engine.holdings import storage_of
 from actmem.engine.module_pieces import ModulePieces
+from actmem.engine.native_tape import native_tape_class
 from actmem.engine.observation import Cut, Observation, ObservedOperator, Places, UnseenFunctions, smallest_cut
 from actmem.engine.operators import DESCRIBED, REASONS, WHOLE_CALLS, Operator, describe
 from actmem.engine.pure_functions import replayable
@@ -106,6 +108,7 @@ __all__ = [
     "learn",
     "log_once",
     "made",
+    "native_tape_class",
     "needs_private_copy",
     "number_held",
     "offered",

@@ -32,10 +32,10 @@ from torch.nn import Parameter
 from actmem.compilercompat import is_compiled_backward
 from actmem.engine.holding_rules import made, needs_private_copy, replay_order, written_in_place
 from actmem.engine.values import (
+    HANDLES,
     UNCHECKED,
     Boxed,
     Flattened,
-    Handle,
     Node,
     Value,
     checksum,
@@ -63,7 +63,7 @@ __all__ = ["asked_by_function", "enter", "leave", "replaying", "unpack"]
 @never_compile
 def unpack(packed: Any) -> Tensor:
     """Return the tensor that autograd saved, from what `Tape.pack` gave it."""
-    if type(packed) is not Handle:
+    if type(packed) not in HANDLES:
         return _unpack_other(packed)
     value, tape = packed.value, packed.tape
     with tape.lock:
@@ -117,7 +117,7 @@ def _unpack_other(packed: Any) -> Tensor:
         return packed.unpack(packed.packed)
     if type(packed) is Flattened:
         inner = {
-            n: unpack(x) if isinstance(x, (Handle, Flattened, Boxed, Tensor)) else x for n, x in packed.inner.items()
+            n: unpack(x) if isinstance(x, (*HANDLES, Flattened, Boxed, Tensor)) else x for n, x in packed.inner.items()
         }
         kind: Any = packed.kind
         return kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)

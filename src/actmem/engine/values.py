@@ -33,6 +33,7 @@ from actmem.engine.coverage import Coverage
 from actmem.torchcompat import FakeTensor, storage_key
 
 __all__ = [
+    "HANDLES",
     "Again",
     "Boxed",
     "Flattened",
@@ -177,6 +178,10 @@ class Handle:
         self.value = value
         self.view = view
         self.checksum: int | None = None
+
+
+HANDLES: set[type] = {Handle}
+"""The classes of handles: this one, and that of the native core where it is used."""
 
 
 class Flattened:

@@ -63,6 +63,7 @@ class Verdicts:
 
     def __init__(self, rules: tuple[_Resolved, ...], attention: frozenset[str]) -> None:
         self._rules = rules
+        self._names_modules = any(r.modules is not None for r in rules)
         self._attention = attention
         """Paths of the attention modules: where attention runs unfused, it is found there."""
         asks = any(rule.names_attention or rule.target in KERNEL_OUTSIDE for rule in rules)
@@ -84,7 +85,7 @@ class Verdicts:
     @property
     def follows_modules(self) -> bool:
         """Return whether a decision needs the path of the running module."""
-        return self.unfused or any(r.modules is not None for r in self._rules)
+        return self.unfused or self._names_modules
 
     @property
     def looks_into_modules(self) -> bool:
@@ -144,9 +145,8 @@ class Verdicts:
                 self.known[operator] = candidates[0][0].decision
         if operator.packet in self._counted:
             self._count(address, counts)
-        place = self._place(operator, address, counts) if any(asks for _, asks in candidates) else _NOWHERE
         for rule, asks in candidates:
-            if asks and not _fits(asks, place):
+            if asks and not _fits(asks, self._place(operator, address, counts)):
                 continue
             if rule.modules is not None and not _under(address, rule.modules):
                 continue
@@ -155,7 +155,8 @@ class Verdicts:
             if rule.nth is not None:
                 count = counts.get(rule.index, 0)
                 counts[rule.index] = count + 1
-                if not self._selects(rule, count):
+                selected = self._selected.get((rule.index, count))
+                if not (self._selects(rule, count) if selected is None else selected):
                     continue
             self.matched.add(rule.index)
             self.latest = rule.index
@@ -187,10 +188,8 @@ class Verdicts:
         return tuple(found)
 
     def _selects(self, rule: _Resolved, count: int) -> bool:
-        found = self._selected.get((rule.index, count))
-        if found is None:
-            assert rule.nth is not None
-            found = self._selected[rule.index, count] = rule.nth.contains(count)
+        assert rule.nth is not None
+        found = self._selected[rule.index, count] = rule.nth.contains(count)
         return found
 
     def _count(self, address: str, counts: dict[Any, int]) -> None:
