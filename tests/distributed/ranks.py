@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import actmem
 from actmem.distributedcompat import forget_meshes
@@ -23,6 +25,7 @@ from tests.patience import PATIENCE_SECONDS
 
 NUM_RANKS = 2
 NUM_MEASURED = 6
+_BREATH_SECONDS = 0.005
 Case = Callable[[int], None]
 Outcomes = dict[str, list[str]]
 
@@ -81,6 +84,26 @@ def step_bytes(step: Callable[[], Any], model: nn.Module, optimizer: Any) -> int
     only ever adds bytes, so the smallest of several steps is the step's own peak. Every rank runs equally many.
     """
     return min(actmem.measure(step, model=model, optimizer=optimizer).tensor_bytes for _ in range(NUM_MEASURED))
+
+
+class _Patient(TorchDispatchMode):
+    """Sleeps after each collective, so that gloo's threads let go of its buffers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            time.sleep(_BREATH_SECONDS)
+        return found
+
+
+def patiently(step: Callable[[], Any]) -> Callable[[], None]:
+    """Return a step that waits a little after each collective. With many of them, no step is free of late buffers."""
+
+    def run_slowly() -> None:
+        with _Patient():
+            step()
+
+    return run_slowly
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:

@@ -37,7 +37,7 @@ from actmem.parallelism import build_job, find_parts, profile_layout
 from actmem.structure import find_blocks
 from actmem.verification import SPLIT_FACTOR
 from tests.distributed.layouts import block_plan, decoder
-from tests.distributed.ranks import NUM_RANKS, local, run, step_bytes
+from tests.distributed.ranks import NUM_RANKS, local, patiently, run, step_bytes
 from tests.flat_device import FLAT
 from tests.patience import PATIENCE_SECONDS
 
@@ -489,7 +489,7 @@ def measured(kind: Kind) -> dict[str, int]:
     for name, split in SPLITS.items():
         with actmem.apply(model, actmem.SaveEverything(), split=split):
             step()
-            found[name] = step_bytes(step, model, None)
+            found[name] = step_bytes(patiently(step), model, None)
     return found
 
 
@@ -537,7 +537,10 @@ def _trains_layouts(rank: int, world: int, layouts: Sequence[Layout], folder: st
             applied = actmem.apply(job.model, actmem.Full(), split=split)
             job.step()
             parameters = {n: whole(p) for n, p in job.model.named_parameters()}
-            found = {"bytes": step_bytes(job.step, job.model, job.optimizer), "notes": applied.report().notes}
+            found = {
+                "bytes": step_bytes(patiently(job.step), job.model, job.optimizer),
+                "notes": applied.report().notes,
+            }
             torch.save((parameters, found), f"{folder}/{layouts.index(layout)}.{name}.{rank}.pt")
 
 
