@@ -67,12 +67,13 @@ class Seen(TorchDispatchMode):
     """Notes each operator with its arguments."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType] # torch leaves it untyped
         self.calls: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append((str(func), [shown(a) for a in args], {n: shown(a) for n, a in (kwargs or {}).items()}))
-        return func(*args, **(kwargs or {}))
+        named: dict[str, Any] = kwargs or {}
+        self.calls.append((str(func), [shown(a) for a in args], {name: shown(a) for name, a in named.items()}))
+        return func(*args, **named)
 
 
 def shown(a: Any) -> Any:
