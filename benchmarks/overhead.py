@@ -30,7 +30,7 @@ from benchmarks.tape_bytes import tape_bytes
 
 TINY = Size(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn=64, vocab=64, batch=1, length=8)
 TRAINING = ("plain", "torch full", "torch selective", "actmem full", "actmem selective", "actmem save everything")
-HUGGING_FACE, FULL, BUDGET = "Hugging Face", "actmem full", "actmem budget"
+HUGGING_FACE, FULL, BUDGET, NATIVE = "Hugging Face", "actmem full", "actmem budget", "actmem full, native tape"
 """The first is the gradient checkpointing of transformers."""
 NOTHING_LIMIT = 1.02
 NUM_BLOCKS = 126
@@ -185,7 +185,12 @@ def _time_lora(outcome: Outcome, size: LoraSize, num_repetitions: int) -> None:
     outcome.measured[f"LoRA, the plan of {BUDGET}"] = plan
     outcome.bounds.append(Bound(f"LoRA, {BUDGET}: peak / budget", peak / budget, 1.0))
     outcome.bounds.append(Bound(f"LoRA, {FULL}: peak / Hugging Face's", peaks[FULL] / peaks[HUGGING_FACE], 1.0))
-    _time_forms(outcome, case, models, LORA_RATIOS, num_repetitions)
+    ratios = LORA_RATIOS
+    if _has_core(outcome):
+        models[NATIVE] = case.build("plain")
+        actmem.apply(models[NATIVE], actmem.Full(), native=True)
+        ratios = (*LORA_RATIOS, Ratio(NATIVE, HUGGING_FACE, 1.00))
+    _time_forms(outcome, case, models, ratios, num_repetitions)
 
 
 def _measured(case: Case, model: nn.Module) -> tuple[int, int]:
@@ -259,10 +264,7 @@ def _time_nothing(outcome: Outcome, case: Case, num_repetitions: int) -> None:
 
 def _time_native(outcome: Outcome, size: Size, num_repetitions: int) -> None:
     """Time the native tape against torch's forms, where its core can be compiled."""
-    try:
-        build_core()
-    except actmem.UnsupportedError as why:
-        outcome.measured["native tape"] = {"skipped": str(why).split(". ", 1)[0]}
+    if not _has_core(outcome):
         return
     tokens = size.tokens()
     case = Case("Llama, native tape", partial(llama, size), lambda model: model(*tokens))
@@ -271,6 +273,16 @@ def _time_native(outcome: Outcome, size: Size, num_repetitions: int) -> None:
         models[form] = case.build("plain")
         actmem.apply(models[form], mode, native=True)
     _time_forms(outcome, case, models, NATIVE_RATIOS, num_repetitions)
+
+
+def _has_core(outcome: Outcome) -> bool:
+    """Return whether the native core is built, after trying to; note the reason if not."""
+    try:
+        build_core()
+    except actmem.UnsupportedError as why:
+        outcome.measured["native tape"] = {"skipped": str(why).split(". ", 1)[0]}
+        return False
+    return True
 
 
 def _interleaved(steps: dict[str, Step], num_repetitions: int) -> dict[str, list[float]]:

@@ -2,7 +2,9 @@
 
 import gc
 import os
+import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,13 @@ def _threads_of_earlier_tests_have_ended() -> None:
         gc.collect()  # a failed test, or a cycle, may hold their lane
     for thread in ending:
         thread.join(5.0)
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let actmem think that nothing was compiled in this process, as tests before this one may have done."""
+    if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
+        monkeypatch.setitem(dynamo.counters, "frames", Counter())
 
 
 @pytest.fixture

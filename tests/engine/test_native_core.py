@@ -16,6 +16,7 @@ from actmem.engine import Tape, resolve
 from actmem.native import build, native_tape
 from actmem.native.core_check import difference
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
 

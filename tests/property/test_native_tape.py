@@ -23,7 +23,10 @@ from tests.property.test_random_programs import HALF, operators_by_chance, progr
 NUM_SEEDS = settings().max_examples // 8
 """With the profile "many", 62 for each mode: 372 programs."""
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: the native core is not built")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: the native core is not built"),
+    pytest.mark.usefixtures("nothing_compiled"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

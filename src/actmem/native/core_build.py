@@ -1,7 +1,8 @@
 """Compile the native core, keep it in the user's cache, and load it.
 
-A library is kept under a name that tells all it depends on: torch, Python, the compiler's flags and the source. It is
-used only if a second file says that it was checked (`core_check.py`), and a build ends with that check.
+A library is kept under a name that tells all it depends on: torch, Python, the compiler's flags, the source, and the
+Python files of the engine, whose objects it reads. It is used only if a second file says that it was checked
+(`core_check.py`), and a build ends with that check.
 """
 
 from __future__ import annotations
@@ -101,7 +102,10 @@ def native_tape(asked: bool | str) -> NativeTape:
         return PYTHON_TAPE
     library = _library()
     if _is_checked(library):
-        note = "the native tape runs; the Python tape runs the calls that are observed or offload."
+        note = (
+            "the native tape runs; the Python tape runs the calls that are observed or offload, and all calls in a "
+            "process in which torch.compile has compiled anything."
+        )
         return NativeTape(_loaded(library), (note,) if asked else ())
     if asked == "auto":
         note = f"native = 'auto': the Python tape runs, because no native core was built. Build it: {_COMMAND}."
@@ -115,9 +119,15 @@ def native_tape(asked: bool | str) -> NativeTape:
 
 def _library() -> Path:
     parts = (torch.__version__, sys.version, *_FLAGS, str(torch.compiled_with_cxx11_abi()))
-    key = hashlib.sha256("\n".join(parts).encode() + _SOURCE.read_bytes()).hexdigest()[:16]
+    key = hashlib.sha256("\n".join(parts).encode() + _sources()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "actmem"
     return cache / f"actmem_core_{key}.so"
+
+
+@functools.cache
+def _sources() -> bytes:
+    engine = Path(str(sys.modules[Tape.__module__].__file__)).parent
+    return b"".join(path.read_bytes() for path in (_SOURCE, *sorted(engine.glob("*.py"))))
 
 
 def _mark(library: Path) -> Path:
