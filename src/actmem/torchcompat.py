@@ -399,7 +399,8 @@ def numerics() -> tuple[Any, ...]:
     return (
         _C._get_mkldnn_enabled(),
         # Not `_get_float32_matmul_precision`: it raises once a program has set `torch.backends.*.fp32_precision`.
-        *[_get_precision(*where) for where in _PRECISIONS],
+        *(_get_precision("mkldnn", "matmul"), _get_precision("mkldnn", "conv")),  # `_PRECISIONS`, written out
+        *(_get_precision("cuda", "matmul"), _get_precision("cuda", "conv")),
         _C._get_deterministic_algorithms(),
         _C._get_cudnn_enabled(),
         _C._get_cudnn_benchmark(),

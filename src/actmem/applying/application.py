@@ -574,6 +574,7 @@ def _runners(
     plan = resolved.plan
     families: dict[Any, BlockFamily] = {}
     cuts: dict[Any, Any] = {}
+    programs: dict[Any, Any] = {}
     runners: list[BlockRunner] = []
     for block, roles, verdicts in zip(resolved.blocks, resolved.roles, resolved.verdicts, strict=True):
         key = type(block.module), block.kind, verdicts.key
@@ -593,6 +594,7 @@ def _runners(
                 offload=plan.offload,
                 exact=plan.exact,
                 opaque=unseen,
+                programs=programs,
             )
         )
     return tuple(runners)

@@ -53,6 +53,7 @@ from actmem.engine import (
     ModulePieces,
     Observation,
     Places,
+    Rehearsal,
     Tape,
     Traced,
     Tracer,
@@ -275,6 +276,7 @@ class BlockRunner:
         offload: Offload | None = None,
         exact: bool = False,
         opaque: UnseenFunctions | None = None,
+        programs: dict[Any, Any],
     ) -> None:
         self.path = path
         self.family = family
@@ -318,6 +320,7 @@ class BlockRunner:
         self._cut_shapes: Any = None
         """The argument shapes for which the cut is the smallest: for others it may hold more than plain training."""
         self._nested: frozenset[int] = frozenset()
+        self._rehearsal = Rehearsal(programs)
         hand_out_parameters()
 
     @never_compile
@@ -346,6 +349,7 @@ class BlockRunner:
         if not self.num_checked:
             return self._record(block, forward, args, kwargs, inputs, None)
         self.num_checked -= 1
+        self._rehearsal.forget()
         self.given_up |= getattr(block, "_compiled_call_impl", None) is not None
         self.idle = not self.num_checked and self.verdicts.keeps_everything
         self._nested = _fsdp_units(block)
@@ -377,14 +381,16 @@ class BlockRunner:
         tracer = None if observation is None else Tracer(self.verdicts, reissue=self._reissue)
         if tracer is not None:
             self.decisions = tracer.rows
-        tape = Tape(
+        away = self._away()
+        recorded = observation is not None or away is not None or bool(self._nested) or outer_hooks() is not None
+        tape = (Tape if recorded else self._rehearsal.make)(
             tracer or self.verdicts,
             observation,
             inputs=inputs,
             trainable=lambda: _trainable_storages(block),
             cut=self._cut if self._cut is not None and self._cut_fits(inputs) else None,
             reissue=self._reissue,
-            away=self._away(),
+            away=away,
             exact=self._exact,
             places=Places(block) if observation is not None or self.verdicts.follows_modules else None,
             opaque=self._opaque,
@@ -395,13 +401,15 @@ class BlockRunner:
                     with _keeping_outputs(tape, block, self._nested), tape:
                         return forward(block, *args, **kwargs)
                 with tape:
-                    return forward(block, *args, **kwargs)
+                    out = forward(block, *args, **kwargs)
         except RuntimeError as error:
             if "don't yet support saved tensor hooks" in str(error):
                 raise UnsupportedError(_functorch_message(self.path, "inside")) from error
             raise
         finally:
             tape.close()
+        self._rehearsal.done(tape)
+        return out
 
     def _away(self) -> Away | None:
         if self._offloader is None or self._offload is None or not self.verdicts.offloads:

@@ -7,6 +7,8 @@ or prints.
 - `verdicts.py` decides for each operator by the rules of a plan.
 - `holdings.py`, `barriers.py`, `coverage.py`, `overwrites.py` and `away.py` settle what is held, copied or offloaded.
 - `replay.py` runs recorded operators again, when a value is first needed.
+- `known_programs.py` learns what a block runs, `follower.py` compares later calls with it instead of recording them,
+  and `prepared_replay.py` replays those.
 - `observation.py` notes what ran, for reports, and finds the least that must be held.
 - `compiled_regions.py` has the graphs of compiled functions recorded as one operator each.
 - `eager_checkpoint.py` and `second_forward.py` are torch's own checkpoint under the same plan; `torch.compile` uses it.
@@ -19,6 +21,7 @@ from actmem.engine.away import Away
 from actmem.engine.barriers import ACROSS, all_debts, owes, settle
 from actmem.engine.compiled_regions import record_compiled_regions
 from actmem.engine.eager_checkpoint import BlockFamily, Compilation, KeptValues, run_checkpointed
+from actmem.engine.follower import Rehearsal
 from actmem.engine.holding_rules import (
     HOLD,
     RESERVE,
@@ -87,6 +90,7 @@ __all__ = [
     "ObservedOperator",
     "Operator",
     "Places",
+    "Rehearsal",
     "Tape",
     "Traced",
     "Tracer",

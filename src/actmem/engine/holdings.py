@@ -48,6 +48,9 @@ _EXTERNAL, _PARAMETER, _UNSEEN = Reason.EXTERNAL, Reason.PARAMETER, Reason.UNSEE
 class Holdings:
     """What a tape knows about the storages that it has met. Operators are recorded by `Tape`, which adds them."""
 
+    known: Any = None
+    """The values of a call that was that of a known program (`KnownCall`)."""
+
     def __init__(self, inputs: list[Tensor], trainable: Any, observation: Observation | None) -> None:
         self.paused = False
         """Operators run unrecorded: they belong to a call that is recorded as a whole, to an outer hook, or to the
@@ -77,6 +80,9 @@ class Holdings:
         self._budget = sum(t.nbytes for t in inputs if not t.is_nested)
         """How many more bytes may be reserved: the block's inputs and what autograd saved so far, less what
         is."""
+
+    def interrupted(self) -> None:
+        """Get ready for other code that records a call here. For tapes that do not always record."""
 
     def _lookup(self, tensor: Tensor) -> Value | None:
         storage = tensor.untyped_storage()
@@ -160,9 +166,9 @@ class Holdings:
 
     def _hold_saved(self, value: Value, tensor: Tensor) -> None:
         """Hold a value by the tensor that autograd shows its hooks."""
-        if tensor.grad_fn is None and self._outer is None:
+        if tensor.grad_fn is None and self._outer is None and type(tensor) is not Parameter:
             number_held(value)
-            value.held = tensor  # a leaf, or a copy of one: see `_adopt`
+            value.held = tensor  # a leaf, or a copy of one: see `_adopt`. No copy is a parameter
             self._provisional.append(value)
         else:
             self._hold(value, tensor, alias)
@@ -182,7 +188,7 @@ class Holdings:
             value.version = UNCHECKED if origin.is_inference() else origin._version
             value.num_bytes = value.num_bytes or origin.untyped_storage().nbytes()
         else:
-            value.held = base = without_bits(make_alias(tensor))
+            value.held = base = without_bits(make_alias(tensor)) if self._bits else make_alias(tensor)
             storage = base.untyped_storage()
             value.num_bytes = value.num_bytes or storage.nbytes()
             if not base.is_inference():

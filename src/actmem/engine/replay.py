@@ -57,7 +57,7 @@ from actmem.torchcompat import (
     without_autocast,
 )
 
-__all__ = ["asked_by_function", "enter", "leave", "replaying", "unpack"]
+__all__ = ["asked_by_function", "enter", "held_tensor", "leave", "replaying", "unpack"]
 
 
 @never_compile
@@ -74,12 +74,15 @@ def unpack(packed: Any) -> Tensor:
         if value.held is None:
             if packed.checksum is not None:
                 declared = any(hasattr(node.func, "function") for _, node in replay_order(value, _name))
-            _materialise(value)
+            if value.node is None and tape.known is not None and not tape.known.replay(value):
+                tape.known = None
+            if value.held is None:
+                _materialise(value)
         elif type(value.held) is Boxed:
             _open(value)
-        base: Any = value.held if value.own else _held(value)
+        base: Any = value.held if value.own else held_tensor(value)
         parameter = type(base) is not Tensor and isinstance(base, Parameter)
-        if needs_private_copy(value, 2, parameter=parameter, by_function=asked_by_function):
+        if not parameter and needs_private_copy(value, 2, parameter=False, by_function=asked_by_function):
             with below_autograd():
                 base = copied(base)
         size, stride, offset, dtype, bits = packed.view
@@ -137,7 +140,7 @@ def _open(value: Value) -> None:
     value.held = tensor if tensor.storage_offset() == 0 and tensor.is_contiguous() else tensor.contiguous().clone()
 
 
-def _held(value: Value) -> Tensor:
+def held_tensor(value: Value) -> Tensor:
     """Return the tensor that holds a value, after checking that its bytes are still those that were recorded."""
     base = value.held
     if value.version == UNCHECKED:
@@ -202,7 +205,7 @@ def _run(node: Node, wanted: Value, flags: tuple[Any, ...]) -> None:
         if value is None:
             continue
         if copies is None or id(value) not in copies:
-            base = value.held if value.own else _held(value)
+            base = value.held if value.own else held_tensor(value)
         else:
             base = copies[id(value)]
         # As `see`, written out for the common case.
@@ -276,7 +279,7 @@ def _writable(node: Node) -> dict[int, Any]:
     for ref in node.refs:
         value: Value | None = ref[2]
         if value is not None and id(value) in in_place and id(value) not in copies:
-            copies[id(value)] = _held(value) if in_place[id(value)] else copied(_held(value))
+            copies[id(value)] = held_tensor(value) if in_place[id(value)] else copied(held_tensor(value))
     return copies
 
 

@@ -108,6 +108,8 @@ class Value:
     num_bytes: int = 0
     row: Any = None
     """What the report knows of this value, if this step is observed."""
+    number: int = -1
+    """Its number in the program, if one is learnt from this call."""
 
     def __init__(self, storage: weakref.ref[Any], node: Node | None, slot: int, why: Reason | None) -> None:
         self.storage = storage

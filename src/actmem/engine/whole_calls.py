@@ -36,7 +36,10 @@ def recording() -> Tape | None:
     """Return the tape that records in this thread now, or None."""
     for mode in reversed(dispatch_modes()):
         if isinstance(mode, Tape):
-            return None if mode.paused else mode
+            if mode.paused:
+                return None
+            mode.interrupted()
+            return mode
     return None
 
 
