@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -104,4 +103,4 @@ def held_bytes(handles: list[Any]) -> int:
             sizes[value.held.untyped_storage().data_ptr()] = value.held.untyped_storage().nbytes()
         elif value.node is not None:
             waiting += [ref[2] for ref in value.node.refs if ref[2] is not None]
-    return functools.reduce(int.__add__, sizes.values(), 0)
+    return sum(sizes.values())
