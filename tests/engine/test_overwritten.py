@@ -110,6 +110,42 @@ def test_a_block_may_change_in_place_what_the_block_before_it_holds(mode: Any) -
     compare(lambda: nn.Sequential(Passed(), Passed()), mode, x=wide, num_steps=3, blocks="*")
 
 
+class Halved(nn.Module):
+    """Compute from a copy of what it is given, which autograd does not save; the last one halves the original."""
+
+    def __init__(self, is_last: bool) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.eye(WIDTH) * 0.5)
+        self.is_last = is_last
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        x = (x @ self.w + given.double().float()).sin().tanh()
+        if self.is_last:
+            with torch.no_grad():
+                given.detach().mul_(0.5)
+        return x
+
+
+@both
+def test_a_block_may_change_a_leaf_that_those_before_it_were_given(mode: Any) -> None:
+    x, leaf = wide(), torch.linspace(-1, 1, 6 * WIDTH).view(6, WIDTH)
+
+    def step(apply: bool) -> list[Tensor]:
+        blocks = nn.ModuleList([Halved(n == 2) for n in range(3)])
+        model, given = nn.ModuleDict({"blocks": blocks}), leaf.clone().requires_grad_()
+        if apply:
+            actmem.apply(model, mode, blocks="blocks.*")
+        for _ in range(3):
+            h = x
+            for block in blocks:
+                h = block(h, given)
+            h.sum().backward()
+        return [p.grad for p in (*model.parameters(), given) if p.grad is not None]
+
+    for ours, theirs in zip(step(apply=True), step(apply=False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @both
 def test_hooks_around_the_model_that_keep_what_they_are_given_change_nothing(mode: Any) -> None:
     def hooked(model: nn.Module, x: Tensor) -> Tensor:

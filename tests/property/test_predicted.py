@@ -19,7 +19,6 @@ from actmem import Plan, Rule
 from actmem.engine import barriers, holdings, replay, tape
 from actmem.engine.holding_rules import OWE
 from actmem.profiles import Profile
-from tests.planner.steps import DEVICE
 from tests.property.programs import BLOCKS, Model, Program, reduced, settled
 from tests.property.test_random_programs import HALF, operators_by_chance
 
@@ -34,6 +33,9 @@ SEARCHES: dict[str, tuple[bool, Callable[[Program], Any]]] = {
 NUM_PROGRAMS = 52
 """In each search."""
 MANY_PROGRAMS = 2500
+NUMBERS = 1024
+"""Bytes of the Python numbers that autograd holds as tensors, and that no prediction counts. The state of a generator
+is five times as large."""
 
 
 class Runner:
@@ -92,8 +94,8 @@ def profiled(program: Program) -> Profile:
     return actmem.profile(runner.model, (), fake=False, blocks=BLOCKS, optimizer=None)
 
 
-def measured(program: Program, mode: Any) -> int:
-    """Return the peak of the third step, when an engine knows the program."""
+def measured(program: Program, mode: Any) -> actmem.Measurement:
+    """Measure the third step, when an engine knows the program."""
     runner = Runner(program)
     blocks = None if isinstance(mode, Plan) else BLOCKS
     with actmem.apply(runner.model, mode, blocks=blocks):
@@ -101,7 +103,7 @@ def measured(program: Program, mode: Any) -> int:
             runner.reset()
             runner.step()
         runner.reset()
-        return actmem.measure(runner.step, model=runner.model).tensor_bytes
+        return actmem.measure(runner.step, model=runner.model)
 
 
 def programs(seed: int, *, strict: bool) -> Iterator[Program]:
@@ -144,9 +146,12 @@ def difference(program: Program, modes: Callable[[Program], Any]) -> str | None:
             if program.again or isinstance(mode, Plan):
                 continue  # a block wrote on what another call needs, and the tape did not see it: it is refused
             raise
-        predicted = actmem.predict(profile, mode).tensor_bytes
-        if predicted != seen:
-            return f"predicted {predicted}, measured {seen} under {mode}"
+        told = actmem.predict(profile, mode)
+        if told.tensor_bytes != seen.tensor_bytes:
+            return f"predicted {told.tensor_bytes}, measured {seen.tensor_bytes} under {mode}"
+        # It may be above: when the state of a generator that nothing needs any more is released is up to the allocator.
+        if seen.peak_bytes - told.peak_bytes > NUMBERS:
+            return f"predicted {told.peak_bytes} with states and workspaces, measured {seen.peak_bytes} under {mode}"
     return None
 
 
@@ -207,6 +212,7 @@ ONCE_WRONG = {
         num_steps=12,
         skip=frozenset({(0, 9), (0, 7), (0, 4), (1, 10), (1, 5), (1, 11), (1, 3)}),
     ),
+    "the state of a generator, for an operator whose noise is saved before it is filled": Program(784, strict=True),
 }
 """What was found by longer searches, and is mended."""
 
@@ -259,7 +265,7 @@ def test_a_rule_that_the_tape_follows_otherwise_is_seen(name: str, monkeypatch: 
                 seen = measured(program, mode)
             except (RuntimeError, actmem.ActmemError):
                 return  # it does not even run
-        if actmem.predict(profile, mode).tensor_bytes != seen:
+        if actmem.predict(profile, mode).tensor_bytes != seen.tensor_bytes:
             return
     pytest.fail("no program takes other bytes than predicted")
 
@@ -283,15 +289,15 @@ def fitted(seed: int, num_programs: int) -> int:
                     blocks=BLOCKS,
                     fake=False,
                     optimizer=None,
-                    device=DEVICE,
                 )
                 seen = measured(program, plan)
             except (actmem.BudgetError, actmem.VersionError):
                 continue
             assert plan.predicted is not None
-            told = f"{seen} of {budget}\n{program.describe()}\n{plan}"
-            assert seen == actmem.predict(profile, plan).tensor_bytes, told
-            assert seen <= plan.predicted.peak_bytes <= budget, told
+            told = f"{seen.peak_bytes} of {budget}\n{program.describe()}\n{plan}"
+            assert seen.tensor_bytes == actmem.predict(profile, plan).tensor_bytes, told
+            assert seen.tensor_bytes <= plan.predicted.peak_bytes <= budget, told
+            assert seen.peak_bytes <= budget, told  # on a CPU, with states, workspaces and numbers
             found += 1
     return found
 

@@ -60,9 +60,9 @@ class Holdings:
         """Storages of the block's trainable parameters, or a function that returns them: few blocks ask."""
         self._detached: dict[int, Value] = {}
         """Those parameters, as they are read without being differentiated."""
-        self._inputs = {s._cdata for t in inputs if (s := storage_of(t)) is not None}
+        self._inputs: set[int] = set()
         """Storages of the block's arguments. Other tensors with a history come from work that the tape cannot see."""
-        self._bits = any(t.is_complex() or t.is_neg() for t in inputs)
+        self._bits = False
         """A conj or neg bit may be set somewhere."""
         self._outer = outer_hooks()
         self._in_fake_mode = in_fake_mode()
@@ -74,9 +74,15 @@ class Holdings:
         self._reserve: list[Tensor] = []
         """Kept alive until the forward is over: constants that a recorded operator read, such as the ones that a
         mask is cut from, and values that the plan keeps."""
-        self._budget = sum(t.nbytes for t in inputs if not t.is_nested)
+        self._budget = 0
         """How many more bytes may be reserved: the block's inputs and what autograd saved so far, less what
         is."""
+        for t in inputs:
+            self._bits = self._bits or t.is_complex() or t.is_neg()
+            if not t.is_nested:
+                self._budget += t.nbytes
+                if (storage := storage_of(t)) is not None:
+                    self._inputs.add(storage._cdata)
 
     def _lookup(self, tensor: Tensor) -> Value | None:
         storage = tensor.untyped_storage()
@@ -181,6 +187,8 @@ class Holdings:
             value.held = origin
             value.version = UNCHECKED if origin.is_inference() else origin._version
             value.num_bytes = value.num_bytes or origin.untyped_storage().nbytes()
+            if not isinstance(origin, Parameter) and value.version != UNCHECKED:
+                _note_holder(origin.untyped_storage(), value)  # a leaf that the block was given
         else:
             value.held = base = without_bits(make_alias(tensor))
             storage = base.untyped_storage()

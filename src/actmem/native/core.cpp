@@ -655,8 +655,7 @@ Tensor origin_of(const Tensor& t) {  // what a view shows
   return t;
 }
 
-bool is_parameter(const Tensor& t) {
-  if (t.requires_grad() && t.is_leaf()) return true;
+bool is_nn_parameter(const Tensor& t) {
   Ref object = wrap(t);
   if (reinterpret_cast<PyObject*>(Py_TYPE(object.get())) == py_.Parameter) return true;
   static Name is_param("_is_param");
@@ -665,6 +664,8 @@ bool is_parameter(const Tensor& t) {
   if (found < 0) raise();
   return found;
 }
+
+bool is_parameter(const Tensor& t) { return (t.requires_grad() && t.is_leaf()) || is_nn_parameter(t); }
 
 bool same(const Tensor& t, const Geometry& view) {
   return t.scalar_type() == view.dtype && t.storage_offset() == view.offset && t.sizes().equals(view.size()) &&
@@ -774,10 +775,8 @@ void hold(Tape* t, Value* v, const Tensor& a, bool in_handler) {
     return;
   }
   if (v->order < 0) v->order = 0;  // only what is offloaded has an order, and a tape that offloads is Python's
-  if (parameter) {
-    v->held = origin;
-  } else {
-    v->held = alias_of(a);
+  v->held = parameter ? origin : alias_of(a);
+  if (!parameter || !is_nn_parameter(origin)) {
     Ref object = checked(THPStorage_Wrap(v->held.storage()));
     note_holder(object.get(), as_object(v));
   }

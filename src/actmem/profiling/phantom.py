@@ -258,8 +258,9 @@ class Recorded(Observation):
             value = self._met[makes[0]].value
             never = None if value.node is not None else value.why
         is_view = call.is_single and not makes and not call.writes
-        node = self._met[makes[0]].value.node if makes else None
-        state = None if node is None or node.state is None else node.state[1]
+        # Not all that a call made need have its node: what was saved before it was filled may be held.
+        nodes = (self._met[v].value.node for v in makes)
+        state = next((node.state[1] for node in nodes if node is not None and node.state is not None), None)
         referred = (
             () if is_view or call.is_collective else call.refs,
             () if is_view or call.is_collective else call.shown,

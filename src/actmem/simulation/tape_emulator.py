@@ -375,7 +375,7 @@ class Emulated:
         number_held(value)
         value.held = Lease(self._room, fact.storage)
         value.num_bytes = value.num_bytes or fact.copy_bytes
-        if not fact.leaf:
+        if fact.leaf != "parameter":
             self._room.note_holder(fact.storage, value)
 
     def _find(self, value: Value) -> Any:
