@@ -82,7 +82,8 @@ def fit_card(
         raise BudgetError(
             f"a budget of {size(budget_bytes)} leaves nothing for tensors on {known.name}: {size(outside_bytes)} "
             f"lie outside torch, and cuBLAS has two workspaces of {size(known.blas_workspace_bytes or 0)}. Allow more: "
-            f"budget={2 * (budget_bytes - target_bytes)}."
+            f"budget={2 * (budget_bytes - target_bytes)}. Or count tensors alone, as on a CPU: "
+            f"device=actmem.device({known.key!r}).tensors_only()."
         )
     card = _Card(cache(find), profiles, limit_bytes, known, settings)
     try:

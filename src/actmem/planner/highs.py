@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,10 +85,21 @@ class Program:
 
     def row(self, terms: dict[int, float], *, lower: float = -_INFINITY, upper: float = _INFINITY) -> None:
         """Add a row."""
+        self.row_of(terms, terms.values(), lower=lower, upper=upper)
+
+    def row_of(
+        self,
+        columns: Iterable[int],
+        amounts: Iterable[float],
+        *,
+        lower: float = -_INFINITY,
+        upper: float = _INFINITY,
+    ) -> None:
+        """Add a row, given its columns and how much of each."""
         self._row_lower.append(lower)
         self._row_upper.append(upper)
-        self._index.extend(terms)
-        self._value.extend(terms.values())
+        self._index.extend(columns)
+        self._value.extend(amounts)
         self._starts.append(len(self._index))
 
     def solve(self, work: Work, *, relaxed: bool = False, near: float = 0.0, allowance: int = _MOST) -> Outcome:

@@ -33,6 +33,7 @@ from actmem.simulation import NEVER, Effect, Link, Timeline, Traffic
 __all__ = ["Joined", "Mix", "Moment", "Step", "join"]
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 _SMALL = 250
 """Beyond this many columns and rows, an integer program must fit: to find the best mix that does not takes long, and
@@ -144,14 +145,25 @@ class Step:
         """Return whether a row may be used for a bound. See `_safe_unpacks`."""
         return not moment.within or bool(self._safe[moment.event])
 
-    def bytes_at(self, effect: Effect, place: tuple[int, bool], moment: Moment) -> int:
-        """Return what a column adds to a row."""
-        k, within = place
-        if not within:
-            return int(effect.level[k])
-        if effect.crest[k] > NEVER:
-            return int(effect.crest[k])
-        return int(effect.level[k]) if self._safe[moment.event] else -4 * self.base_bytes(moment)
+    def _added_bytes(self, group: Group, bases: Ints) -> Ints:
+        """Return what a layer of a group adds to each row, under each column of its family.
+
+        Args:
+            group: the layers.
+            bases: the bytes of each row without any layer's decisions.
+        """
+        pool = self.pools[group.family]
+        if not pool:
+            return np.zeros((len(self.rows), 0), dtype=np.int64)
+        places = np.array([k for k, _ in group.places], dtype=np.int64)
+        added: Ints = np.array([effect.level for effect in pool])[:, places].T
+        within = np.flatnonzero([within for _, within in group.places])
+        if within.size:
+            crests = np.array([effect.crest for effect in pool])[:, places[within]].T
+            safe = np.array([self._safe[self.rows[n].event] for n in within], dtype=bool)
+            unseen = np.where(safe[:, None], added[within], -4 * bases[within][:, None])
+            added[within] = np.where(crests > NEVER, crests, unseen)
+        return added
 
     # ---------------------------------------------------------------- solving
 
@@ -193,15 +205,17 @@ class Step:
         for g, group in enumerate(self.groups):
             program.row(dict.fromkeys(columns[g], 1.0), lower=len(group.layers), upper=len(group.layers))
         stalls = self._add_link(program, columns, scale) if budget_bytes is not None else 0
+        bases: Ints = np.array([self.base_bytes(m) for m in self.rows], dtype=np.int64)
+        added = [self._added_bytes(group, bases) for group in self.groups]
         for n, moment in enumerate(self.rows):
-            terms = {over: -1.0}
-            for g, group in enumerate(self.groups):
-                for c, effect in zip(columns[g], self.pools[group.family], strict=True):
-                    amount = self.bytes_at(effect, group.places[n], moment)
-                    if amount:
-                        terms[c] = amount / unit
+            amounts = np.concatenate([each[n] for each in added])
+            terms = np.flatnonzero(amounts)  # the columns are numbered in the order of the groups
             free = self.tight.get(moment, 0) if whole else 0
-            program.row(terms, upper=((budget_bytes or 0.0) - self.base_bytes(moment) - free) / unit)
+            program.row_of(
+                [over, *terms.tolist()],
+                [-1.0, *(amounts[terms] / unit).tolist()],
+                upper=((budget_bytes or 0.0) - int(bases[n]) - free) / unit,
+            )
         if whole and self.apart:
             first = {group.layers[0]: g for g, group in enumerate(self.groups)}
             for barred in self.barred:
