@@ -333,7 +333,9 @@ class BlockRunner:
         if not block.training:
             self.num_idle_calls += 1
             return forward(block, *args, **kwargs)
-        inputs = list(tensors(args, kwargs))
+        inputs: list[Tensor] = []
+        for a in (*args, *kwargs.values()):
+            inputs += (a,) if isinstance(a, Tensor) else tensors(a)
         if not any(t.requires_grad for t in inputs) and not any(p.requires_grad for p in block.parameters()):
             self.num_without_gradient += 1
             return forward(block, *args, **kwargs)

@@ -71,6 +71,8 @@ from actmem.torchcompat import (
 
 __all__ = ["Tape"]
 
+_TORCHS_OWN = tuple(name for name, x in vars(TorchDispatchMode()).items() if type(x) is deque)
+"""What torch needs to enter and leave a mode."""
 _ref = weakref.ref
 _default_dtype = torch.get_default_dtype
 _operators = DESCRIBED
@@ -586,8 +588,8 @@ class Tape(Holdings, TorchDispatchMode):
     def close(self) -> None:
         """Forget everything that no handle can reach. The tape records nothing after this."""
         self._recent.clear()
-        for name in [name for name, x in vars(self).items() if type(x) is deque]:
-            delattr(self, name)  # torch's, for entering a mode: more than 2 KB, and handles keep the tape alive
+        for name in _TORCHS_OWN:
+            vars(self).pop(name, None)  # more than 2 KB, and handles keep the tape alive
         offered = [] if self._away is None else self._away.offered(self._values.values())
         self._forget()
         if self._away is not None:
