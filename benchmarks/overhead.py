@@ -52,7 +52,8 @@ class Ratio(NamedTuple):
     aim: float | None = None
 
 
-TINY_RATIOS = (Ratio(FULL, "torch full", 1.45, 1.00), Ratio("actmem selective", "torch selective", 0.75, 0.50))
+LLAMA_RATIOS = (Ratio(FULL, "torch full", 1.45, 1.00), Ratio("actmem selective", "torch selective", 0.70, 0.50))
+MIXTRAL_RATIOS = (Ratio(FULL, "torch full", 1.45, 1.00), Ratio("actmem selective", "torch selective", 0.75, 0.50))
 NATIVE_RATIOS = (Ratio(FULL, "torch full", 0.70, 0.65), Ratio("actmem selective", "torch selective", 0.36, 0.33))
 LORA_RATIOS = (Ratio(FULL, HUGGING_FACE, 1.15, 1.00), Ratio(BUDGET, HUGGING_FACE, 1.00))
 TAPE_LIMIT, TAPE_AIM = 1700, 400
@@ -118,10 +119,10 @@ def run(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for case in tiny_cases(size):
+        for case, ratios in zip(tiny_cases(size), (LLAMA_RATIOS, MIXTRAL_RATIOS), strict=True):
             count_operators(outcome, case)
             models = {form: case.build(form) for form in TRAINING}
-            _time_forms(outcome, case, models, TINY_RATIOS, num_repetitions)
+            _time_forms(outcome, case, models, ratios, num_repetitions)
             _time_nothing(outcome, case, num_close_repetitions)
         _time_native(outcome, size, num_repetitions)
         _time_lora(outcome, lora_size, num_lora_repetitions)

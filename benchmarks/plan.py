@@ -112,8 +112,8 @@ LARGE = (
     Large("deepseek-v3", 512, sparse=True),
 )
 HARD = (
-    (Large("deepseek-v3", 256, sparse=True, at_least=True), 3.5),
-    (Large("deepseek-v3", 256, sequence=4096, sparse=True, at_least=True), 10.0),
+    (Large("deepseek-v3", 256, sparse=True, at_least=True), 2.5),
+    (Large("deepseek-v3", 256, sequence=4096, sparse=True, at_least=True), 6.0),
 )
 """Where few plans are left, and a search takes longest. Its seconds over those of the profile are bounded, both of the
 processor: a busy or slower machine changes both."""
