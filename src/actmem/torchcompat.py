@@ -395,9 +395,13 @@ def cuda_autocast_on_cpu(entered: Callable[[], None]) -> Generator[None]:
         kind.__init__, kind.__enter__, kind.__exit__ = init, enter, leave
 
 
+_FLAGS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+"""Those that were met: one object for all calls under the same flags."""
+
+
 def numerics() -> tuple[Any, ...]:
     """Return the flags that change the bits of a matrix product or a convolution."""
-    return (
+    flags = (
         _C._get_mkldnn_enabled(),
         # Not `_get_float32_matmul_precision`: it raises once a program has set `torch.backends.*.fp32_precision`.
         *[_get_precision(*where) for where in _PRECISIONS],
@@ -406,6 +410,7 @@ def numerics() -> tuple[Any, ...]:
         _C._get_cudnn_benchmark(),
         _C._get_cudnn_deterministic(),
     )
+    return _FLAGS.setdefault(flags, flags)
 
 
 def restore_numerics(flags: tuple[Any, ...]) -> None:

@@ -196,9 +196,8 @@ def _run(node: Node, wanted: Value, flags: tuple[Any, ...]) -> None:
     copies = _writable(node) if writes is not None else None
     i: Any
     j: Any
-    size: Any
-    stride: Any
-    for i, j, value, size, stride, offset, dtype, bits in node.refs:
+    view: Any
+    for i, j, value, view in node.refs:
         if value is None:
             continue
         if copies is None or id(value) not in copies:
@@ -206,16 +205,16 @@ def _run(node: Node, wanted: Value, flags: tuple[Any, ...]) -> None:
         else:
             base = copies[id(value)]
         # As `see`, written out for the common case.
-        if size is None or (
-            (base.shape == size and base.dtype is dtype and base.stride() == stride)
-            and base.storage_offset() == offset
-            and not bits
-        ):
+        if view is None:
             tensor = base
-        elif base.dtype is dtype and not bits:
-            tensor = base.as_strided(size, stride, offset)
         else:
-            tensor = see(base, size, stride, offset, dtype, bits)
+            size, stride, offset, dtype, bits = view
+            if base.dtype is not dtype or bits:
+                tensor = see(base, size, stride, offset, dtype, bits)
+            elif base.shape == size and base.stride() == stride and base.storage_offset() == offset:
+                tensor = base
+            else:
+                tensor = base.as_strided(size, stride, offset)
         if j < 0 and type(i) is int:
             args[i] = tensor
         else:
@@ -224,9 +223,9 @@ def _run(node: Node, wanted: Value, flags: tuple[Any, ...]) -> None:
     if writes is not None:
         for i, j, num_bytes, device in writes:
             if num_bytes >= 0:
-                _, _, _, size, stride, offset, dtype, bits = next(r for r in node.refs if r[0] == i and r[1] == j)
+                view = next(r[3] for r in node.refs if r[0] == i and r[1] == j)
                 fresh = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-                _place(args, kwargs, i, j, see(fresh, size, stride, offset, dtype, bits))
+                _place(args, kwargs, i, j, see(fresh, *view))
         fresh = None
     if node.state is None and (node.flags is None or node.flags == flags):
         out = node.func(*args, **kwargs) if kwargs else node.func(*args)

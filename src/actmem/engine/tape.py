@@ -48,8 +48,10 @@ from actmem.engine.values import (
     Node,
     Value,
     checksum,
+    forget_geometries,
     geometry,
     has_bytes,
+    shared_geometry,
     tensors,
 )
 from actmem.engine.verdicts import Tracer, Verdicts
@@ -77,6 +79,8 @@ _ref = weakref.ref
 _default_dtype = torch.get_default_dtype
 _operators = DESCRIBED
 _EMPTY: Any = torch.ops.aten.empty_strided.default
+_NUM_BLANKS = 8
+_BLANKS: list[Any] = [(None,) * n for n in range(_NUM_BLANKS)]
 _SAVE, _RECOMPUTE = Decision.SAVE, Decision.RECOMPUTE
 _SAVED, _OFFLOADED = Reason.SAVED, Reason.OFFLOADED
 _EXTERNAL, _GENERATOR = Reason.EXTERNAL, Reason.GENERATOR
@@ -207,15 +211,16 @@ class Tape(Holdings, TorchDispatchMode):
         else:
             # The same as `_node`, written out for the common case: this runs for most operators of a step.
             refs: list[tuple[Any, ...]] = []
-            plain = list(args)
+            plain: Any = list(args)
             debts = None
             i = -1
             for a in args:
                 i += 1
                 if type(a) is Tensor or isinstance(a, Tensor):
                     plain[i] = None
+                    bits = (a.is_conj() | a.is_neg() << 1) if self._bits else 0
                     try:
-                        s, size, version = a.untyped_storage(), a.size(), a._version
+                        s, version, view = a.untyped_storage(), a._version, shared_geometry(a, bits)
                     except (NotImplementedError, RuntimeError):  # sparse, nested, made in inference mode
                         self._refer(i, -1, a, refs)
                         debts = barriers.all_debts(refs)
@@ -225,16 +230,19 @@ class Tape(Holdings, TorchDispatchMode):
                         v = self._meet(a, s, v)
                         if v.held is None:
                             debts = barriers.owe(debts, (v,))
+                        if self._bits:
+                            view = geometry(a)  # it may be the first with a bit
                     elif v.debts is not None:
                         debts = barriers.owe(debts, v.debts)
-                    bits = (a.is_conj() | a.is_neg() << 1) if self._bits else 0
-                    refs.append((i, -1, v, size, a.stride(), a.storage_offset(), a.dtype, bits))
+                    refs.append((i, -1, v, view))
                 elif type(a) is list or type(a) is tuple:
                     plain[i] = self._refer_list(i, a, refs)
                     debts = barriers.all_debts(refs)
             if kwargs:
                 kwargs = self._refer_kwargs(kwargs, refs)
                 debts = barriers.all_debts(refs)
+            if plain.count(None) == len(plain) < _NUM_BLANKS:
+                plain = _BLANKS[len(plain)]  # tensors alone, as most calls have: one object for all
             node = Node(operator.again, plain, kwargs, refs)
             if operator.numerics:
                 node.flags = numerics()
@@ -466,12 +474,12 @@ class Tape(Holdings, TorchDispatchMode):
             value = Value(_ref(a), None, 0, _EXTERNAL)
             value.held = alias_in_handler(a)
             value.version = UNCHECKED if a.is_inference() else a._version
-            refs.append((i, j, value, None, None, 0, a.dtype, 0))
+            refs.append((i, j, value, None))
             return
         value = self._values.get(storage._cdata)
         if value is None or value.storage() is not storage or value.node is None or value.written_unseen(a):
             value = self._meet(a, storage, value)
-        refs.append((i, j, value, *geometry(a)))
+        refs.append((i, j, value, geometry(a)))
 
     def _refer_list(self, i: int | str, items: Any, refs: list[tuple[Any, ...]]) -> Any:
         if not any(isinstance(x, Tensor) for x in items):
@@ -519,7 +527,7 @@ class Tape(Holdings, TorchDispatchMode):
         elif value.version != UNCHECKED and value.held._version != value.version:
             value = self._saved_external(tensor, storage)  # written unseen
         bits = (tensor.is_conj() | tensor.is_neg() << 1) if self._bits else 0
-        handle = Handle(self, value, (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, bits))
+        handle = Handle(self, value, shared_geometry(tensor, bits))
         if not value.saved:
             value.saved = True
             self._budget += storage.nbytes()
@@ -588,6 +596,7 @@ class Tape(Holdings, TorchDispatchMode):
     def close(self) -> None:
         """Forget everything that no handle can reach. The tape records nothing after this."""
         self._recent.clear()
+        forget_geometries()
         for name in _TORCHS_OWN:
             vars(self).pop(name, None)  # more than 2 KB, and handles keep the tape alive
         offered = [] if self._away is None else self._away.offered(self._values.values())

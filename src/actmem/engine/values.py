@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -44,10 +44,12 @@ __all__ = [
     "checksum",
     "copied",
     "flat",
+    "forget_geometries",
     "geometry",
     "has_bytes",
     "put_together",
     "see",
+    "shared_geometry",
     "storages_of",
     "take_apart",
     "tensors",
@@ -88,6 +90,8 @@ class Value:
         "debts",
         "held",
         "node",
+        "num_bytes",
+        "order",
         "own",
         "saved",
         "slot",
@@ -96,8 +100,6 @@ class Value:
         "why",
     )
 
-    order: int = -1
-    """When it was first held, in the order of all values; -1 if it never was."""
     tensor: weakref.ref[torch.Tensor] | None = None
     """For given values: the tensor that the program holds, as long as it lives and was not written."""
     reserved: bool = False
@@ -106,7 +108,6 @@ class Value:
     """For values born uninitialised: what was written since."""
     pending: Node | None = None
     """For the same: the node that makes this version, for when nothing is left uninitialised."""
-    num_bytes: int = 0
     row: Any = None
     """What the report knows of this value, if this step is observed."""
 
@@ -118,6 +119,10 @@ class Value:
         """Which output of the node: 0, 1, ... what it returned; -1, -2, ... what it wrote."""
         self.why = why
         self.held: Any = None
+        self.order = -1
+        """When it was first held, in the order of all values; -1 if it never was."""
+        self.num_bytes = 0
+        """Of its storage, for what no node makes."""
         self.version = UNCHECKED
         self.own = False
         """`held` was made by a replay: nobody outside the tape can see it."""
@@ -136,13 +141,16 @@ class Node:
 
     __slots__ = ("__weakref__", "args", "flags", "func", "kwargs", "outs", "refs", "state", "writes")
 
-    def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any] | None, refs: list[tuple[Any, ...]]) -> None:
+    def __init__(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, refs: list[tuple[Any, ...]]
+    ) -> None:
         self.func = func
         self.args = args
         """The arguments, with None in place of each tensor."""
         self.kwargs = kwargs
         self.refs = refs
-        """A tuple for each tensor argument: (position or name, position in a list or -1, value, *geometry)."""
+        """A tuple for each tensor argument: (position or name, position in a list or -1, value, geometry). The last is
+        None for tensors that are read as the objects they are."""
         self.writes: list[tuple[int | str, int, int, torch.device]] | None = None
         """A tuple for each written argument: (position or name, position in a list or -1, bytes to allocate or -1,
         device)."""
@@ -165,7 +173,7 @@ class Node:
             assert self.writes is not None
             self.writes.append((i, j, t.untyped_storage().nbytes() if whole else -1, t.device))
             if whole:
-                self.refs = [(*r[:2], None, *r[3:]) if r[0] == i and r[1] == j else r for r in self.refs]
+                self.refs = [(*r[:2], None, r[3]) if r[0] == i and r[1] == j else r for r in self.refs]
 
 
 class Handle:
@@ -238,8 +246,29 @@ def copied(base: torch.Tensor) -> torch.Tensor:
 
 def geometry(tensor: torch.Tensor) -> Geometry:
     """Return the geometry of `tensor` on its storage."""
-    bits = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)
-    return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, bits
+    return shared_geometry(tensor, tensor.is_conj() | tensor.is_neg() << 1)
+
+
+def shared_geometry(tensor: torch.Tensor, bits: int) -> Geometry:
+    """Return the geometry of `tensor`, whose conj and neg bits are known, as one object for all that have the same.
+
+    A step has a few dozen, and refers to each of them thousands of times.
+    """
+    found = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, bits)
+    try:
+        return _GEOMETRIES.setdefault(found, found)
+    except TypeError:  # a size that is not a number yet, where a program is traced for all sizes
+        return found
+
+
+def forget_geometries() -> None:
+    """Forget the geometries that were met, if they are many: a program may meet new sizes in every step."""
+    if len(_GEOMETRIES) > _MAX_GEOMETRIES:
+        _GEOMETRIES.clear()
+
+
+_GEOMETRIES: dict[Geometry, Geometry] = {}
+_MAX_GEOMETRIES = 4096
 
 
 def see(base: torch.Tensor, size: Any, stride: Any, offset: Any, dtype: Any, bits: Any) -> torch.Tensor:

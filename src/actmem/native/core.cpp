@@ -485,7 +485,7 @@ PyObject* get_refs(PyObject* self, void*) {
       Ref where = position(n, r.argument), size(tuple_of(r.view.size())), stride(tuple_of(r.view.stride()));
       Ref dtype(dtype_object(r.view.dtype));
       Ref item = checked(Py_BuildValue(
-          "(OiOOOLOi)", where.get(), r.item, r.value.get(), size.get(), stride.get(),
+          "(OiO(OOLOi))", where.get(), r.item, r.value.get(), size.get(), stride.get(),
           static_cast<long long>(r.view.offset), dtype.get(), 0));
       if (PyList_Append(made.get(), item.get()) < 0) raise();
     }

@@ -151,10 +151,10 @@ def test_a_new_value_is_not_held_and_owes_nothing() -> None:
 def test_a_node_that_overwrites_all_does_not_refer_to_the_old_version() -> None:
     x, y = torch.ones(4), torch.ones(4)
     old, read = (Value(weakref.ref(t.untyped_storage()), None, 0, None) for t in (x, y))
-    refs = [(0, -1, old, *geometry(x)), (1, -1, read, *geometry(y))]
+    refs = [(0, -1, old, geometry(x)), (1, -1, read, geometry(y))]
     whole = Node(aten.copy_.default, [None, None], None, list(refs))
     whole.overwrite([(0, -1, x, True)])
-    assert whole.refs[0][2] is None and whole.refs[0][3:] == geometry(x) and whole.refs[1][2] is read
+    assert whole.refs[0][2] is None and whole.refs[0][3] == geometry(x) and whole.refs[1][2] is read
     assert whole.writes == [(0, -1, 16, torch.device("cpu"))]
     part = Node(aten.copy_.default, [None, None], None, list(refs))
     part.overwrite([(0, -1, x, False)])

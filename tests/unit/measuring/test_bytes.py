@@ -335,7 +335,8 @@ def test_the_peak_names_operator_phase_and_module() -> None:
         m = measure(lambda: model(torch.ones(50, 8)), model=model)
     assert m.peak_op is not None
     assert (m.peak_op.op, m.peak_op.phase, m.peak_op.module) == ("aten.sum.default", "forward", "1")
-    assert m.timeline[-1].live_bytes == m.peak_bytes
+    last = m.timeline[-1]
+    assert last.live_bytes + last.workspace_bytes == m.peak_bytes  # several threads add up in one
     linear = measure(lambda: model[1].up(torch.ones(50, 8)), model=model)
     assert linear.peak_op is not None
     assert (linear.peak_op.op, linear.peak_op.module) == ("aten.addmm.default", "1.up")
