@@ -7,10 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import actmem
 from actmem.decisions import Reason
-from actmem.engine.values import KEPT, UNCHECKED, Node, Value, copied, flat, geometry, see, without_bits
+from actmem.engine import values
+from actmem.engine.values import KEPT, UNCHECKED, Geometry, Node, Value, copied, flat, geometry, see, without_bits
 from actmem.torchcompat import below_autograd
 
 aten = torch.ops.aten
@@ -77,6 +80,35 @@ def test_conj_and_neg_bits_are_part_of_the_geometry() -> None:
         assert geometry(wanted)[-1] == bits
         seen = see(z, *geometry(wanted))
         assert same(seen, wanted) and (seen.is_conj(), seen.is_neg()) == (wanted.is_conj(), wanted.is_neg())
+
+
+def test_equal_geometries_are_one_object() -> None:
+    x, y = torch.zeros(4, 8), torch.ones(9, 8)
+    assert geometry(x.t()) is geometry(y[:4].t()) and geometry(x) is not geometry(y)
+    assert geometry(x) != geometry(x.double()) and geometry(x) != geometry(x.t())
+
+
+def test_geometries_are_forgotten_when_a_program_meets_ever_new_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "_GEOMETRIES", {})
+    monkeypatch.setattr(values, "_MAX_GEOMETRIES", 20)
+    blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    most = 0
+    with actmem.apply(blocks, actmem.Full(), blocks="*"):
+        for n in range(1, 30):
+            blocks(torch.ones(n, 8)).sum().backward()
+            most = max(most, len(vars(values)["_GEOMETRIES"]))
+    assert 0 < most < 40
+
+
+def test_a_size_that_is_not_yet_a_number_has_a_geometry() -> None:
+    met: list[Geometry] = []
+
+    def program(x: Tensor) -> Tensor:
+        met.append(geometry(x))
+        return x + 1
+
+    make_fx(program, tracing_mode="symbolic")(torch.ones(5, 8))
+    assert isinstance(met[0][0][0], torch.SymInt) and met[0][2:] == (0, torch.float32, 0)
 
 
 def test_bits_are_taken_off_without_touching_bytes() -> None:
