@@ -56,7 +56,7 @@ LLAMA_RATIOS = (Ratio(FULL, "torch full", 1.45, 1.00), Ratio("actmem selective",
 MIXTRAL_RATIOS = (Ratio(FULL, "torch full", 1.45, 1.00), Ratio("actmem selective", "torch selective", 0.75, 0.50))
 NATIVE_RATIOS = (Ratio(FULL, "torch full", 0.70, 0.65), Ratio("actmem selective", "torch selective", 0.36, 0.33))
 LORA_RATIOS = (Ratio(FULL, HUGGING_FACE, 1.15, 1.00), Ratio(BUDGET, HUGGING_FACE, 1.00))
-TAPE_LIMIT, TAPE_AIM = 1000, 400
+TAPE_LIMIT, TAPE_AIM = 1050, 400
 """Bytes of Python objects for each value that is replayed."""
 
 

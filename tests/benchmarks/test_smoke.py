@@ -83,7 +83,7 @@ def test_overhead_counts_operators_exactly_and_times_every_variant() -> None:
     timed = [(bound.limit, bound.aim) for bound in outcome.bounds if not bound.exact]
     llama, mixtral = ([(1.45, 1.0), (limit, 0.5), *[(1.02, None)] * 3] for limit in (0.70, 0.75))
     native = [] if shutil.which("g++") is None else [(0.70, 0.65), (0.36, 0.33)]
-    assert timed == [*llama, *mixtral, *native, (1.15, 1.0), (1.0, None), *[(1.0, None)] * bool(native), (1000, 400)]
+    assert timed == [*llama, *mixtral, *native, (1.15, 1.0), (1.0, None), *[(1.0, None)] * bool(native), (1050, 400)]
     assert native or "g++ is not there" in outcome.measured["native tape"]["skipped"]
 
 

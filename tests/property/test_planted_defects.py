@@ -259,7 +259,7 @@ DEFECTS = {
         _dropout, _by(replay, "_draw", "generator.set_state(now)", "pass"), after=lambda _: torch.rand(1)
     ),
     "the conj bit of what an operator reads is dropped": Defect(
-        _conjugate, _by(tape.Tape, "__torch_dispatch__", "(a.is_conj() | a.is_neg() << 1) if self._bits else 0", "0")
+        _conjugate, _by(tape.Tape, "__torch_dispatch__", "geometry(a) if self._bits else view", "view")
     ),
     "writes that no schema declares are forgotten": Defect(_batch_norm, _forgotten_writes),
     "an undeclared alias counts as a new value": Defect(_unsafe, _aliases_new, mode=MATMULS),

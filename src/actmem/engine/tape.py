@@ -79,8 +79,6 @@ _ref = weakref.ref
 _default_dtype = torch.get_default_dtype
 _operators = DESCRIBED
 _EMPTY: Any = torch.ops.aten.empty_strided.default
-_NUM_BLANKS = 8
-_BLANKS: list[Any] = [(None,) * n for n in range(_NUM_BLANKS)]
 _SAVE, _RECOMPUTE = Decision.SAVE, Decision.RECOMPUTE
 _SAVED, _OFFLOADED = Reason.SAVED, Reason.OFFLOADED
 _EXTERNAL, _GENERATOR = Reason.EXTERNAL, Reason.GENERATOR
@@ -211,16 +209,15 @@ class Tape(Holdings, TorchDispatchMode):
         else:
             # The same as `_node`, written out for the common case: this runs for most operators of a step.
             refs: list[tuple[Any, ...]] = []
-            plain: Any = list(args)
+            plain = list(args)
             debts = None
             i = -1
             for a in args:
                 i += 1
                 if type(a) is Tensor or isinstance(a, Tensor):
                     plain[i] = None
-                    bits = (a.is_conj() | a.is_neg() << 1) if self._bits else 0
                     try:
-                        s, version, view = a.untyped_storage(), a._version, shared_geometry(a, bits)
+                        s, version, view = a.untyped_storage(), a._version, shared_geometry(a, 0)
                     except (NotImplementedError, RuntimeError):  # sparse, nested, made in inference mode
                         self._refer(i, -1, a, refs)
                         debts = barriers.all_debts(refs)
@@ -230,19 +227,15 @@ class Tape(Holdings, TorchDispatchMode):
                         v = self._meet(a, s, v)
                         if v.held is None:
                             debts = barriers.owe(debts, (v,))
-                        if self._bits:
-                            view = geometry(a)  # it may be the first with a bit
                     elif v.debts is not None:
                         debts = barriers.owe(debts, v.debts)
-                    refs.append((i, -1, v, view))
+                    refs.append((i, -1, v, geometry(a) if self._bits else view))
                 elif type(a) is list or type(a) is tuple:
                     plain[i] = self._refer_list(i, a, refs)
                     debts = barriers.all_debts(refs)
             if kwargs:
                 kwargs = self._refer_kwargs(kwargs, refs)
                 debts = barriers.all_debts(refs)
-            if plain.count(None) == len(plain) < _NUM_BLANKS:
-                plain = _BLANKS[len(plain)]  # tensors alone, as most calls have: one object for all
             node = Node(operator.again, plain, kwargs, refs)
             if operator.numerics:
                 node.flags = numerics()
@@ -526,8 +519,7 @@ class Tape(Holdings, TorchDispatchMode):
                 barriers.settle(value, storage.nbytes(), self._hold_owed, tensor, find, self._free)
         elif value.version != UNCHECKED and value.held._version != value.version:
             value = self._saved_external(tensor, storage)  # written unseen
-        bits = (tensor.is_conj() | tensor.is_neg() << 1) if self._bits else 0
-        handle = Handle(self, value, shared_geometry(tensor, bits))
+        handle = Handle(self, value, geometry(tensor) if self._bits else shared_geometry(tensor, 0))
         if not value.saved:
             value.saved = True
             self._budget += storage.nbytes()
