@@ -228,9 +228,8 @@ def divide(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: di
     if any(isinstance(t, torch.Tensor) and t.is_nested for t in (*args, *kwargs.values())):
         return NotImplemented
     with as_outside(func), mode:
-        return func._op_dk(
-            _COMPOSITE, *args, **kwargs
-        )  # not `decompose`: some of its Python versions give different bits
+        # Not `decompose`: some of its Python versions give different bits.
+        return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
 def alias_in_handler(tensor: torch.Tensor) -> torch.Tensor:
@@ -355,6 +354,7 @@ def storage_key(storage: Any) -> int:
     return storage._cdata
 
 
+_FLAGS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _PRECISIONS = (("mkldnn", "matmul"), ("mkldnn", "conv"), ("cuda", "matmul"), ("cuda", "conv"))
 
 
@@ -395,12 +395,8 @@ def cuda_autocast_on_cpu(entered: Callable[[], None]) -> Generator[None]:
         kind.__init__, kind.__enter__, kind.__exit__ = init, enter, leave
 
 
-_FLAGS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-"""Those that were met: one object for all calls under the same flags."""
-
-
 def numerics() -> tuple[Any, ...]:
-    """Return the flags that change the bits of a matrix product or a convolution."""
+    """Return the flags that change the bits of a matrix product or a convolution: one object for all that are equal."""
     flags = (
         _C._get_mkldnn_enabled(),
         # Not `_get_float32_matmul_precision`: it raises once a program has set `torch.backends.*.fp32_precision`.
