@@ -82,8 +82,15 @@ def reached(
 
 
 def _is_for(profile: Profile, decided: Sequence[Sequence[str]]) -> bool:
-    """Return whether decisions are for the calls of a profile: with another measure its blocks may differ."""
-    return [len(layer) for layer in decided] == [len(layer.calls) for layer in profile.layers]
+    """Return whether a plan can decide so about a profile.
+
+    With another measure its blocks may differ. And rules are for blocks: one that is called more than once has the same
+    decisions each time.
+    """
+    if [len(layer) for layer in decided] != [len(layer.calls) for layer in profile.layers]:
+        return False
+    first = {layer.path: list(keep) for layer, keep in reversed(list(zip(profile.layers, decided, strict=True)))}
+    return all(list(keep) == first[layer.path] for layer, keep in zip(profile.layers, decided, strict=True))
 
 
 def offered(
