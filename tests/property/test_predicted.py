@@ -302,6 +302,15 @@ def fitted(seed: int, num_programs: int) -> int:
     return found
 
 
+def test_a_budget_is_refused_where_a_block_that_is_called_twice_would_need_two_decisions() -> None:
+    program = Program(381168636, num_steps=8, again=True)
+    profile, runner = profiled(program), Runner(program)
+    runner.reset()
+    budget = actmem.predict(profile, actmem.Full()).peak_bytes * 9 // 10
+    with pytest.raises(actmem.BudgetError, match="no plan fits"):
+        actmem.fit(runner.model, (), budget=f"{budget}B", blocks=BLOCKS, fake=False, optimizer=None)
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_fitted_budget_is_exceeded(seed: int) -> None:
     assert fitted(seed, 10) >= 15
