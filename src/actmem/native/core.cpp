@@ -224,7 +224,7 @@ struct Holders {  // `holdings._Holders`
 struct Tape {  // the part of a tape's state that this file reads and writes
   PyObject_HEAD
   PyObject *values, *recent, *provisional, *known, *cut, *inputs, *trainable, *outer, *reserve, *observation, *away;
-  PyObject *verdicts, *counts, *places, *free;
+  PyObject *verdicts, *counts, *places, *free, *lock;
   long long budget, index;
   char paused, bits, numbered, in_fake_mode;
   at::ScalarType dtype;
@@ -574,7 +574,7 @@ PyMemberDef tape_members[] = {
     MEMBER("_reserve", T_OBJECT, reserve),     MEMBER("observation", T_OBJECT, observation),
     MEMBER("_away", T_OBJECT, away),           MEMBER("_verdicts", T_OBJECT, verdicts),
     MEMBER("_counts", T_OBJECT, counts),       MEMBER("_places", T_OBJECT, places),
-    MEMBER("_free", T_OBJECT, free),
+    MEMBER("_free", T_OBJECT, free),           MEMBER("lock", T_OBJECT, lock),
     MEMBER("_budget", T_LONGLONG, budget),     MEMBER("_index", T_LONGLONG, index),
     MEMBER("paused", T_BOOL, paused),          MEMBER("_bits", T_BOOL, bits),
     MEMBER("_numbered", T_BOOL, numbered),     MEMBER("_in_fake_mode", T_BOOL, in_fake_mode), {nullptr}};
@@ -583,7 +583,7 @@ PyMemberDef tape_members[] = {
 void clear_tape(Tape* t) {
   for (PyObject** field : {&t->values, &t->recent, &t->provisional, &t->known, &t->cut, &t->inputs, &t->trainable,
                            &t->outer, &t->reserve, &t->observation, &t->away, &t->verdicts, &t->counts, &t->places,
-                           &t->free})
+                           &t->free, &t->lock})
     Py_CLEAR(*field);
 }
 
@@ -672,14 +672,7 @@ bool same(const Tensor& t, const Geometry& view) {
       t.strides().equals(view.stride());
 }
 
-// The same, where nobody looks on: without the dispatcher.
-Tensor see_unwatched(const Tensor& base, const Geometry& view) {
-  c10::TensorImpl* from = base.unsafeGetTensorImpl();
-  Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(base.storage()), from->key_set(), from->dtype());
-  made.unsafeGetTensorImpl()->set_sizes_and_strides(view.size(), view.stride(), view.offset);
-  return made;
-}
+bool is_watched() { return c10::impl::TorchDispatchModeTLS::stack_len() > 0; }
 
 // Below autograd.
 Tensor see(const Tensor& base, const Geometry& view) {
@@ -687,6 +680,16 @@ Tensor see(const Tensor& base, const Geometry& view) {
   if (base.scalar_type() == view.dtype) return at::as_strided(base, view.size(), view.stride(), view.offset);
   return at::empty({0}, base.options().dtype(view.dtype))
       .set_(base.storage(), view.offset, view.size(), view.stride());
+}
+
+// The same, where nobody looks on: without the dispatcher if possible.
+Tensor see_unwatched(const Tensor& base, const Geometry& view) {
+  if (!is_plain(base, true) || base.scalar_type() != view.dtype || same(base, view)) return see(base, view);
+  c10::TensorImpl* from = base.unsafeGetTensorImpl();
+  Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(base.storage()), from->key_set(), from->dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(view.size(), view.stride(), view.offset);
+  return made;
 }
 
 uint64_t numerics() {
@@ -1463,7 +1466,7 @@ void run(Node* n, Value* wanted) {
     }
   // The call must write and read a written value in one place: its tensors may share a storage.
   PyObject* written = n->in_place ? n->refs[0].value.get() : nullptr;
-  bool watched = written || c10::impl::TorchDispatchModeTLS::stack_len();
+  bool watched = written || is_watched();
   int64_t num_elements = 0;
   Tensor fresh;
   if (written) {
@@ -1477,8 +1480,7 @@ void run(Node* n, Value* wanted) {
     Tensor base = r.value.get() == written && written ? fresh : intact(r.value.get());
     num_elements += c10::multiply_integers(r.view.size());
     TORCH_CHECK(base.defined(), "nothing holds a value that a replay needs. This is a defect of actmem: please report it.");
-    bool quick = !watched && is_plain(base, true) && base.scalar_type() == r.view.dtype && !same(base, r.view);
-    Tensor tensor = quick ? see_unwatched(base, r.view) : see(base, r.view);
+    Tensor tensor = watched ? see(base, r.view) : see_unwatched(base, r.view);
     if (r.item < 0)
       stack[r.argument] = std::move(tensor);
     else if (stack[r.argument].isTensorList())
@@ -1523,13 +1525,13 @@ struct Replaying {
 
 struct Locked {
   Ref lock;
-  explicit Locked(PyObject* tape) : lock(ATTRIBUTE(tape, lock)) {
-    static PyObject* acquire = PyUnicode_InternFromString("acquire");
-    checked(PyObject_CallMethodNoArgs(lock.get(), acquire));
+  explicit Locked(PyObject* tape) : lock(Ref::of(reinterpret_cast<Tape*>(tape)->lock)) {
+    static Name acquire("acquire");
+    checked(PyObject_CallMethodNoArgs(lock.get(), acquire.text));
   }
   ~Locked() {
-    static PyObject* release = PyUnicode_InternFromString("release");
-    Py_XDECREF(PyObject_CallMethodNoArgs(lock.get(), release));
+    static Name release("release");
+    Py_XDECREF(PyObject_CallMethodNoArgs(lock.get(), release.text));
   }
 };
 
@@ -1537,7 +1539,8 @@ struct Locked {
 bool materialise(PyObject* value) {
   Order order;
   if (!replay_order(value, order)) return false;
-  Replaying told;
+  std::optional<Replaying> told;  // only a dispatch mode can ask, or Python code that a node calls
+  if (is_watched()) told.emplace();
   at::AutoDispatchBelowAutograd below;
   c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
   while (!order.empty()) {
@@ -1546,10 +1549,12 @@ bool materialise(PyObject* value) {
     if (node_of(wanted.get()).get() != node.get()) continue;  // an earlier node of this chain made it
     Value* v = native(wanted.get());
     auto* n = reinterpret_cast<Node*>(node.get());
-    if (v && Py_TYPE(node.get()) == &NodeType && (!n->has_flags || n->flags == numerics()))
+    if (v && Py_TYPE(node.get()) == &NodeType && (!n->has_flags || n->flags == numerics())) {
       run(n, v);
-    else
+    } else {
+      if (!told) told.emplace();
       call(py_.run, node.get(), wanted.get());
+    }
   }
   return true;
 }
@@ -1581,7 +1586,7 @@ PyObject* unpack(PyObject*, PyObject* packed) {
       return object.release();
     }
     at::AutoDispatchBelowAutograd below;
-    return wrap(see(base, h->view)).release();
+    return wrap(is_watched() ? see(base, h->view) : see_unwatched(base, h->view)).release();
   });
 }
 
