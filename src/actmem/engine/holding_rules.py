@@ -191,16 +191,17 @@ _order = operator.attrgetter("order")
 # -------------------------------------------------------------------- opening
 
 
-def needs_private_copy(value: Value, num_names: int, *, parameter: bool, by_function: Callable[[], bool]) -> bool:
-    """Return whether a backward step gets a copy of its own, because it may write into what it is given.
+def needs_private_copy(value: Value, num_names: int, *, parameter: bool) -> bool:
+    """Return whether a Python Function gets a copy of its own, because its backward may write into what it is given.
+
+    Other backward steps do not write into what they saved.
 
     Args:
         value: what it asks for.
         num_names: references to the value that the caller has, and that do not count.
         parameter: it is a parameter. The step would have overwritten it in plain training too.
-        by_function: whether a Python Function asks. Only those write into what they saved, as some kernels do.
     """
-    return others_reach(value, num_names + 1) and not parameter and by_function()
+    return not parameter and others_reach(value, num_names + 1)
 
 
 def replay_order(value: Value, name: Callable[[Value], str]) -> list[tuple[Value, Node]]:

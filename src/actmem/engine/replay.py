@@ -79,23 +79,20 @@ def unpack(packed: Any) -> Tensor:
             _open(value)
         base: Any = value.held if value.own else _held(value)
         parameter = type(base) is not Tensor and isinstance(base, Parameter)
-        if needs_private_copy(value, 2, parameter=parameter, by_function=asked_by_function):
+        if asked_by_function() and needs_private_copy(value, 2, parameter=parameter):
             with below_autograd():
                 base = copied(base)
         size, stride, offset, dtype, bits = packed.view
-        if (
-            base.shape == size
-            and base.dtype is dtype
-            and base.stride() == stride
-            and base.storage_offset() == offset
-            and not bits
-        ):
-            tensor = base
-            if type(base) is not Tensor and isinstance(base, Parameter):
-                opened_parameter(base)
-        else:
+        if base.dtype is not dtype or bits:
             with below_autograd():
                 tensor = see(base, size, stride, offset, dtype, bits)
+        elif base.shape != size or base.stride() != stride or base.storage_offset() != offset:
+            with below_autograd():
+                tensor = base.as_strided(size, stride, offset)
+        else:
+            tensor = base
+            if parameter and isinstance(base, Parameter):
+                opened_parameter(base)
         if packed.checksum is not None:
             if checksum(tensor) != packed.checksum:
                 raise SelfCheckError(_mismatch(value, declared, tensor.device))

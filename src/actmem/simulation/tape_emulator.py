@@ -441,7 +441,7 @@ class Emulated:
         given = value.held
         fact = self._layer.values[self._number(value)]
         by_function = handle in self._by_function
-        if needs_private_copy(value, 2, parameter=fact.leaf == "parameter", by_function=lambda: by_function):
+        if by_function and needs_private_copy(value, 2, parameter=fact.leaf == "parameter"):
             given = Copy(self._room, fact.copy_bytes, REPLAYED)
             sample(-1)
         if by_function:
