@@ -50,6 +50,19 @@ class InPlace(nn.Module):
         return x + self.down(torch.sin(self.up(x).tanh_()))
 
 
+class WritesList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, DIM)
+        self.down = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.up(x)
+        halves = [wide[..., : DIM // 2], wide[..., DIM // 2 :]]
+        torch._foreach_tanh_(halves)
+        return x + self.down(torch.cat([half.square() for half in halves], dim=-1))
+
+
 class Feed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -113,6 +126,16 @@ HAZARDS = (
         MUTATING,
         GoesWrong(gradients_off=0.01),
         pytorch(70135, 180924),
+        mode=SAVE_MATMUL,
+    ),
+    Hazard(
+        "an_operator_may_write_to_a_list_of_views",
+        "A7",
+        "`torch._foreach_tanh_([a, b])` on two slices of a tensor, where matmuls are saved selectively",
+        stack(WritesList),
+        train,
+        SELECTIVE,
+        GoesWrong(gradients_off=0.01),
         mode=SAVE_MATMUL,
     ),
     Hazard(
