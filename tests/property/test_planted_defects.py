@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import actmem
-from actmem.engine import coverage, holdings, operators, replay, tape, values
+from actmem.applying import applied_block
+from actmem.engine import coverage, holdings, operators, replay, tape
 
 Body = Callable[["_Block", Tensor], Tensor]
 
@@ -195,13 +196,8 @@ def _uncopied(patch: pytest.MonkeyPatch) -> None:
 
 
 def _wrong_stride(patch: pytest.MonkeyPatch) -> None:
-    plant(
-        patch,
-        values,
-        "see",
-        ("as_strided(size, stride, offset)", "as_strided(size, sorted(stride, reverse=True), offset)"),
-    )
-    patch.setattr(replay, "see", values.see)
+    plant(patch, replay, "unpack", WRONG_STRIDE)
+    patch.setattr(applied_block, "unpack", replay.unpack)
 
 
 def _pointers_only(patch: pytest.MonkeyPatch) -> None:
@@ -241,13 +237,17 @@ def _aliases_new(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tape, "preserve_elsewhere", lambda _: None)  # else a write copies for whoever was forgotten
 
 
+WRONG_STRIDE = ("as_strided(size, stride, offset)", "as_strided(size, sorted(stride, reverse=True), offset)")
+
+
 def _by(owner: Any, name: str, old: str, new: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: plant(patch, owner, name, (old, new))
 
 
 DEFECTS = {
     "an old version is not copied before it is overwritten": Defect(_overwritten, _uncopied),
-    "a view is seen with the wrong strides": Defect(_transposed, _wrong_stride),
+    "what autograd saved is seen with the wrong strides": Defect(_transposed, _wrong_stride),
+    "what a replay reads is seen with the wrong strides": Defect(_transposed, _by(replay, "_run", *WRONG_STRIDE)),
     "a replayed write does not copy what others still read": Defect(
         _two_versions, _by(replay, "_writable", "if in_place[id(value)] else copied(_held(value))", "")
     ),
