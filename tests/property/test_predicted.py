@@ -302,8 +302,14 @@ def fitted(seed: int, num_programs: int) -> int:
     return found
 
 
-def test_a_budget_is_refused_where_a_block_that_is_called_twice_would_need_two_decisions() -> None:
-    program = Program(381168636, num_steps=8, again=True)
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(Program(381168636, num_steps=8, again=True), id="two decisions"),
+        pytest.param(Program(958276676, strict=False, num_steps=4, again=True), id="two lists of operators"),
+    ],
+)
+def test_a_budget_is_refused_where_rules_cannot_say_what_two_calls_of_a_block_need(program: Program) -> None:
     profile, runner = profiled(program), Runner(program)
     runner.reset()
     budget = actmem.predict(profile, actmem.Full()).peak_bytes * 9 // 10

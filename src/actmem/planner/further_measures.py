@@ -15,8 +15,9 @@ from actmem.planner.allowed_measures import Variant
 from actmem.planner.budget_allowance import Allowance
 from actmem.planner.profile_fit import offload_settings
 from actmem.planner.solver import Keeps
-from actmem.planner.written_plan import write_plan
+from actmem.planner.written_plan import written_if_sayable
 from actmem.profiles import Profile
+from actmem.settings import Offload
 from actmem.simulation import card_memory, follow, groups_of, is_accelerator, outside_torch
 from actmem.units import size
 
@@ -61,16 +62,18 @@ def reached(
     chief, budget_bytes = profiles[0], allowed.budget_bytes
     collectives = "recompute" if chief.decides_collectives else "save"
     plans = [Plan(Full().rules(), chief.blocks, chief.fingerprint, "Full()", collectives=collectives)]
-    keeps: Keeps | None = None
+    kept: Keeps | None = None
     if decided is not None and len(profiles) == 1 and _is_for(chief, decided):
-        keeps = [[Decision(each) for each in layer] for layer in decided]
-        plans.append(write_plan(chief, keeps, budget_bytes, "", None)[0])
+        kept = [[Decision(each) for each in layer] for layer in decided]
+        plans += _written(chief, kept, budget_bytes, None)
     where = offload_settings(chief, variant.offload, known, budget_bytes)
     if where is not None:
-        sent: Keeps = [[Decision.OFFLOAD] * len(layer.calls) for layer in chief.layers]
-        if keeps is not None:
-            sent = [[Decision.OFFLOAD if k is Decision.SAVE else k for k in keep] for keep in keeps]
-        plans.append(write_plan(chief, sent, budget_bytes, "", where)[0])
+        sent: list[Plan] = []
+        if kept is not None:
+            instead = [[Decision.OFFLOAD if k is Decision.SAVE else k for k in keep] for keep in kept]
+            sent = _written(chief, instead, budget_bytes, where)
+        everything = [[Decision.OFFLOAD] * len(layer.calls) for layer in chief.layers]
+        plans += sent or _written(chief, everything, budget_bytes, where)
     peaks = [max(follow(p, plan).peak_bytes for p in profiles) for plan in plans]
     peak_bytes, plan = min(zip(peaks, plans, strict=True), key=lambda each: each[0])
     if not known.has_caching_allocator:
@@ -81,16 +84,15 @@ def reached(
     return Reached(peak_bytes, taken, taken <= budget_bytes)
 
 
-def _is_for(profile: Profile, decided: Sequence[Sequence[str]]) -> bool:
-    """Return whether a plan can decide so about a profile.
+def _written(profile: Profile, keeps: Keeps, budget_bytes: int, where: Offload | None) -> list[Plan]:
+    """Return the plan that decides so; none where rules cannot say it."""
+    written = written_if_sayable(profile, keeps, budget_bytes, "", where)
+    return [] if written is None else [written[0]]
 
-    With another measure its blocks may differ. And rules are for blocks: one that is called more than once has the same
-    decisions each time.
-    """
-    if [len(layer) for layer in decided] != [len(layer.calls) for layer in profile.layers]:
-        return False
-    first = {layer.path: list(keep) for layer, keep in reversed(list(zip(profile.layers, decided, strict=True)))}
-    return all(list(keep) == first[layer.path] for layer, keep in zip(profile.layers, decided, strict=True))
+
+def _is_for(profile: Profile, decided: Sequence[Sequence[str]]) -> bool:
+    """Return whether decisions are for the calls of a profile: with another measure its blocks may differ."""
+    return [len(layer) for layer in decided] == [len(layer.calls) for layer in profile.layers]
 
 
 def offered(

@@ -72,6 +72,8 @@ def write_rules(profile: Profile, keeps: Sequence[Sequence[Decision | None]]) ->
 
 def _listed(layer: Layer, keep: Sequence[Decision | None], where: str | None) -> list[Rule]:
     """Write the rules of one group of equal layers: what is kept, or what is not, whichever is shorter."""
+    if set(keep) <= {Decision.OFFLOAD, ANY}:
+        return [Rule(Decision.OFFLOAD, layers=where)]
     listed = [
         [*_layer_rules(layer, [k or default for k in keep], where, default), Rule(default, layers=where)]
         for default in (Decision.RECOMPUTE, Decision.SAVE)

@@ -12,7 +12,7 @@ from actmem.profiles import Profile
 from actmem.settings import Offload
 from actmem.simulation import Simulated, follow, ruling, simulate
 
-__all__ = ["write_plan"]
+__all__ = ["write_plan", "written_if_sayable"]
 
 
 def write_plan(
@@ -33,6 +33,27 @@ def write_plan(
         where: where values may be offloaded to.
         followed: what the decisions lead to, if that is known.
     """
+    written = written_if_sayable(profile, keeps, target_bytes, mode, where, followed)
+    if written is None:
+        raise AssertionError(
+            "the rules do not say what was planned. Please report this, with the model and the budget."
+        )
+    return written
+
+
+def written_if_sayable(
+    profile: Profile,
+    keeps: Keeps,
+    target_bytes: int,
+    mode: str,
+    where: Offload | None,
+    followed: Followed | None = None,
+) -> tuple[Plan, Simulated] | None:
+    """Do as `write_plan` does; return None where rules cannot say it.
+
+    Rules are for blocks: they cannot decide differently about two calls of one, or say of operators that run in the
+    second call alone what becomes of them.
+    """
     if followed is None:
         simulated = simulate(profile, keeps, exact=True)
         followed = Followed(simulated.replayed, simulated.held)
@@ -49,17 +70,13 @@ def write_plan(
         )
         said = ruling(profile, plan)
         if not _is_said(profile, wanted, said.keeps):
-            continue  # calls of one block with different needs: rules are for blocks
+            continue
         found = follow(profile, plan, said=said)
         written.append((plan, found))
         # What nothing depends on may matter after all where operators write to each other's results.
         if found.peak_bytes <= target_bytes and found.replayed == followed.replayed:
             break
-    if not written:
-        raise AssertionError(
-            "the rules do not say what was planned. Please report this, with the model and the budget."
-        )
-    return written[-1]
+    return written[-1] if written else None
 
 
 def _is_said(profile: Profile, keeps: Sequence[Sequence[Decision | None]], said: Keeps) -> bool:
