@@ -79,7 +79,8 @@ def unpack(packed: Any) -> Tensor:
             _open(value)
         base: Any = value.held if value.own else _held(value)
         parameter = type(base) is not Tensor and isinstance(base, Parameter)
-        if asked_by_function() and needs_private_copy(value, 2, parameter=parameter):
+        # Asked last: torch gives each node that is asked for an object, and frees a long chain of such nodes by recursion.
+        if needs_private_copy(value, 2, parameter=parameter) and asked_by_function():
             with below_autograd():
                 base = copied(base)
         size, stride, offset, dtype, bits = packed.view
