@@ -79,7 +79,7 @@ def unpack(packed: Any) -> Tensor:
             _open(value)
         base: Any = value.held if value.own else _held(value)
         parameter = type(base) is not Tensor and isinstance(base, Parameter)
-        # Asked last: torch gives each node that is asked for an object, and frees a long chain of such nodes by recursion.
+        # Asked last: torch makes an object for each node asked about, and frees a long chain of them by recursion.
         if needs_private_copy(value, 2, parameter=parameter) and asked_by_function():
             with below_autograd():
                 base = copied(base)
