@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from actmem.decision_rules import Rule
 from actmem.decisions import Decision
 from actmem.plan import Plan
 from actmem.planner.rules_writer import write_rules
@@ -56,6 +57,12 @@ def check(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", ["llama", "unet", "transformer_encoder", "torchtitan_moe"])
 def test_rules_say_what_was_decided_and_take_what_was_simulated(name: str) -> None:
     check(name, seed=0)
+
+
+def test_offloading_everything_is_one_rule_for_blocks_of_one_kind() -> None:
+    profile = zoo("llama").profile(fake=False)
+    everything = [[Decision.OFFLOAD] * len(layer.calls) for layer in profile.layers]
+    assert write_rules(profile, everything) == (Rule("offload"),)
 
 
 @pytest.mark.slow

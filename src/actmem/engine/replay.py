@@ -84,6 +84,7 @@ def unpack(packed: Any) -> Tensor:
             with below_autograd():
                 base = copied(base)
         size, stride, offset, dtype, bits = packed.view
+        # As `see`, written out for the common case.
         if base.dtype is not dtype or bits:
             with below_autograd():
                 tensor = see(base, size, stride, offset, dtype, bits)

@@ -15,7 +15,7 @@ from actmem.planner.allowed_measures import Variant
 from actmem.planner.budget_allowance import Allowance
 from actmem.planner.profile_fit import offload_settings
 from actmem.planner.solver import Keeps
-from actmem.planner.written_plan import written_if_sayable
+from actmem.planner.written_plan import CannotSayError, write_plan
 from actmem.profiles import Profile
 from actmem.settings import Offload
 from actmem.simulation import card_memory, follow, groups_of, is_accelerator, outside_torch
@@ -86,8 +86,10 @@ def reached(
 
 def _written(profile: Profile, keeps: Keeps, budget_bytes: int, where: Offload | None) -> list[Plan]:
     """Return the plan that decides so; none where rules cannot say it."""
-    written = written_if_sayable(profile, keeps, budget_bytes, "", where)
-    return [] if written is None else [written[0]]
+    try:
+        return [write_plan(profile, keeps, budget_bytes, "", where)[0]]
+    except CannotSayError:
+        return []
 
 
 def _is_for(profile: Profile, decided: Sequence[Sequence[str]]) -> bool:

@@ -71,7 +71,10 @@ def write_rules(profile: Profile, keeps: Sequence[Sequence[Decision | None]]) ->
 
 
 def _listed(layer: Layer, keep: Sequence[Decision | None], where: str | None) -> list[Rule]:
-    """Write the rules of one group of equal layers: what is kept, or what is not, whichever is shorter."""
+    """Write the rules of one group of equal layers: that all is offloaded, what is kept, or what is not.
+
+    Of the last two, the shorter.
+    """
     if set(keep) <= {Decision.OFFLOAD, ANY}:
         return [Rule(Decision.OFFLOAD, layers=where)]
     listed = [

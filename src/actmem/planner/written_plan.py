@@ -12,7 +12,15 @@ from actmem.profiles import Profile
 from actmem.settings import Offload
 from actmem.simulation import Simulated, follow, ruling, simulate
 
-__all__ = ["write_plan", "written_if_sayable"]
+__all__ = ["CannotSayError", "write_plan"]
+
+
+class CannotSayError(AssertionError):
+    """No rules say what was decided: a defect, but for decisions that are only tried.
+
+    Rules are for blocks. They cannot decide differently about two calls of one, or about operators that run in its
+    second call alone.
+    """
 
 
 def write_plan(
@@ -32,27 +40,9 @@ def write_plan(
         mode: what the plan says of its origin.
         where: where values may be offloaded to.
         followed: what the decisions lead to, if that is known.
-    """
-    written = written_if_sayable(profile, keeps, target_bytes, mode, where, followed)
-    if written is None:
-        raise AssertionError(
-            "the rules do not say what was planned. Please report this, with the model and the budget."
-        )
-    return written
 
-
-def written_if_sayable(
-    profile: Profile,
-    keeps: Keeps,
-    target_bytes: int,
-    mode: str,
-    where: Offload | None,
-    followed: Followed | None = None,
-) -> tuple[Plan, Simulated] | None:
-    """Do as `write_plan` does; return None where rules cannot say it.
-
-    Rules are for blocks: they cannot decide differently about two calls of one, or say of operators that run in the
-    second call alone what becomes of them.
+    Raises:
+        CannotSayError: rules cannot say it.
     """
     if followed is None:
         simulated = simulate(profile, keeps, exact=True)
@@ -76,7 +66,11 @@ def written_if_sayable(
         # What nothing depends on may matter after all where operators write to each other's results.
         if found.peak_bytes <= target_bytes and found.replayed == followed.replayed:
             break
-    return written[-1] if written else None
+    if not written:
+        raise CannotSayError(
+            "the rules do not say what was planned. Please report this, with the model and the budget."
+        )
+    return written[-1]
 
 
 def _is_said(profile: Profile, keeps: Sequence[Sequence[Decision | None]], said: Keeps) -> bool:
